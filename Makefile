@@ -1,0 +1,43 @@
+# `make demo` and `make test` need Python 3.11 to 3.13, a C++ compiler and nothing else. PYTHON=python3.12 picks another
+# Python for the virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test fast check format clean toolchain
+
+demo: $(STAMP) toolchain
+	$(PY) -m fusepass demo
+
+# Two workers: a test may itself use two threads, and compiles run in processes of their own.
+test: $(STAMP) toolchain
+	$(PY) -m pytest -n 2
+
+fast: $(STAMP) toolchain
+	$(PY) -m pytest -n 2 -m "not slow"
+
+check: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Installs again only when what to install has changed.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	    echo "fusepass needs Python 3.11 to 3.13; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	    echo "Name another: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -e '.[dev]' -c constraints.txt
+	touch $@
+
+toolchain: $(STAMP)
+	@$(PY) -c 'from fusepass import environment; import sys; sys.exit(environment.missing_for_cpu())'

@@ -1,0 +1,1 @@
+"""Benchmarks and the reference models. `python -m bench --help` lists the suites."""

@@ -1,0 +1,79 @@
+"""Interleaved timing: every contender runs in every round, so that a slow spell of the machine hits all of them."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Times in seconds, one per round, in the order of the rounds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Distance between the quartiles over the median: how far single rounds lie apart."""
+        low, _, high = statistics.quantiles(self.seconds, n=4)
+        return (high - low) / abs(self.median)
+
+
+def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 2) -> dict[str, Sample]:
+    """Take each measure once per round, in an order drawn anew for every round.
+
+    Args:
+        measures: what to take, by name: functions that return seconds, as `call` and `slope` make them.
+        rounds: how many times in all, each; at least 2.
+        warmup: rounds that come first and are not counted.
+    """
+    order = list(measures)
+    shuffle = random.Random(0).shuffle
+    seconds: dict[str, list[float]] = {name: [] for name in order}
+    for round_number in range(-warmup, rounds):
+        shuffle(order)
+        for name in order:
+            taken = measures[name]()
+            if round_number >= 0:
+                seconds[name].append(taken)
+    return {name: Sample(tuple(seconds[name])) for name in measures}
+
+
+def call(function: Callable[[], object]) -> Callable[[], float]:
+    """The measure: seconds of one call."""
+    return lambda: _time(function)
+
+
+def slope(short: Callable[[], object], long: Callable[[], object], steps: int) -> Callable[[], float]:
+    """The measure: seconds per step where `long` does `steps` more than `short`. The two run one after the other."""
+    return lambda: (_time(long) - _time(short)) / steps
+
+
+def rounds_within(budget: float, measures: Iterable[Callable[[], float]], at_least: int, at_most: int) -> int:
+    """How many rounds of all measures fit into `budget` seconds, from one trial round; call it once all are warm."""
+    started = time.perf_counter()
+    for measure in measures:
+        measure()
+    return max(at_least, min(at_most, int(budget / (time.perf_counter() - started))))
+
+
+def _time(function: Callable[[], object]) -> float:
+    _synchronize()
+    started = time.perf_counter()
+    function()
+    _synchronize()
+    return time.perf_counter() - started
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,137 @@
+"""The one door to private parts of torch. Each name says which torch versions it was tried on.
+
+Tried on torch 2.13.0. pyproject.toml allows 2.11 to 2.15; where a name moved between those, both places are tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode, tracing
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "CustomGraphPass",
+    "auto_functionalized_v2",
+    "chain_passes",
+    "cpp_compiler_version",
+    "detect_fake_mode",
+    "fresh_compile",
+    "inductor",
+    "inductor_config",
+    "isolated_trace",
+    "kernel_side_table",
+    "mode_options",
+    "no_dispatch_modes",
+    "same_size",
+    "size_text",
+    "stable_topological_sort",
+    "start_cpp_build",
+    "tree_leaves",
+    "triton_kernel_wrapper_functional",
+]
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes (ints or SymInts) are known to be equal, without adding a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(statically_known_true(a == b))
+
+
+def size_text(size: Any) -> str:
+    """A size's symbolic expression, as text: equal text means an equal size."""
+    return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+
+
+def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
+    """Inductor's config patches for one of its modes. Raises RuntimeError, naming the modes, for an unknown one."""
+    if not mode or mode == "default":
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode, dynamic))
+
+
+class _PassChain(CustomGraphPass):
+    """Several custom passes, run one after the other."""
+
+    def __init__(self, passes: Sequence[Callable[[fx.Graph], None]]) -> None:
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for p in self.passes:
+            p(graph)
+
+    def uuid(self) -> Any | None:
+        ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes]
+        return None if any(i is None for i in ids) else tuple(ids)
+
+
+def chain_passes(existing: Any, ours: CustomGraphPass) -> CustomGraphPass:
+    """`ours` after whatever custom pass (or list of passes) the user's own config already has."""
+    if existing is None:
+        return ours
+    earlier = list(existing) if isinstance(existing, (list, tuple)) else [existing]
+    return _PassChain([*earlier, ours])
+
+
+@contextlib.contextmanager
+def fresh_compile() -> Iterator[None]:
+    """Within this context every compilation runs in full: no cache of compiled graphs is read or written."""
+    from torch._functorch import config as functorch_config
+
+    torch._dynamo.reset()
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+def isolated_trace(fn: Callable[..., Any], *args: torch.Tensor) -> fx.Graph:
+    """The ATen graph of a function of tensors, traced apart from any compilation that is in progress."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with tracing(None), no_dispatch_modes():
+        return make_fx(fn, tracing_mode="fake")(*args).graph
+
+
+def start_cpp_build(argument_types: Sequence[str], source: str) -> Callable[[], Callable[..., None]]:
+    """Build a C++ function called `kernel` as Inductor builds its own (tried on torch 2.13).
+
+    The work goes to Inductor's compile pool; the returned function waits for it and gives the callable, which takes
+    tensors for pointers. Floating-point arithmetic keeps its IEEE meaning whatever Inductor's options say.
+    """
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    ieee = {"cpp.enable_floating_point_contract_flag": "off", "cpp.enable_unsafe_math_opt_flag": False}
+    submit = AsyncCompile.submit if get_compile_threads() > 1 else None
+    with inductor_config.patch(ieee):
+        load = CppPythonBindingsCodeCache.load_pybinding_async
+        wait: Callable[[], Callable[..., None]] = load(list(argument_types), source, submit_fn=submit)
+    return wait
+
+
+def cpp_compiler_version() -> str:
+    """The name and version of the C++ compiler that Inductor uses (tried on torch 2.13)."""
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    return str(get_compiler_version_info(get_cpp_compiler()))
+
+
+def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], post_grad: Any) -> Any:
+    """Compile with Inductor, its config patched and checked as `torch.compile(..., options=patches)` does."""
+    wrapper = torch._TorchCompileInductorWrapper(None, patches, None)
+    wrapper.config["post_grad_custom_pre_pass"] = post_grad
+    return wrapper(gm, example_inputs)

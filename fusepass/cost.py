@@ -1,0 +1,47 @@
+"""How much memory traffic a site costs, by us and by Inductor, in tiles.
+
+A tile is one read or write of a whole rows x cols tensor. Ours is exact: each operand is read once, each output
+written once. Inductor's is an estimate, from its generated code: its kernel for a row reduction reads back a tensor
+that it has just stored, on a CPU at every width and on a GPU above 1024 columns, where it loops over the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .regions import Region
+from .row_program import Kind, RowProgram, Statement
+
+_GPU_PERSISTENT_COLS = 1024
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Tiles moved by the fused kernel and, by estimate, by Inductor's code for the same nodes."""
+
+    fusepass: float
+    inductor: float
+
+
+def traffic(region: Region, device_type: str) -> Traffic:
+    """The traffic of one region on one kind of device."""
+    p = region.program
+    reads = sum(o.kind is Kind.TILE and "row" in o.index for o in p.operands)
+    writes = sum(p.values[o.value].kind is Kind.TILE for o in p.outputs)
+    reloads = device_type == "cpu" or p.cols > _GPU_PERSISTENT_COLS
+    return Traffic(reads + writes, reads + writes + (_stored_then_reduced(p) if reloads else 0))
+
+
+def _stored_then_reduced(p: RowProgram) -> int:
+    stored = {o.value for o in p.outputs if p.values[o.value].kind is Kind.TILE}
+    reduced: set[str] = set()
+    for r in p.row_reductions:
+        stack = list(r.value_args)
+        while stack:
+            name = stack.pop()
+            value = p.values[name]
+            if name in stored:
+                reduced.add(name)
+            elif isinstance(value, Statement):
+                stack.extend(value.value_args)
+    return len(reduced)

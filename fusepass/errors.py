@@ -1,0 +1,23 @@
+"""The errors that fusepass raises. Each message says what was expected, what was given, and what to do."""
+
+from __future__ import annotations
+
+
+class FusepassError(Exception):
+    """Base of every error that fusepass raises on purpose."""
+
+
+class OptionError(FusepassError, ValueError):
+    """A `fusepass.*` option or environment variable has an unknown name or a bad value."""
+
+
+class ProgramError(FusepassError, ValueError):
+    """A row program is malformed: its text does not parse, or the verifier refuses it."""
+
+
+class KernelError(FusepassError, RuntimeError):
+    """A fused kernel was called with tensors that its program does not describe."""
+
+
+class StrictError(FusepassError, RuntimeError):
+    """With `fusepass.strict`, an internal fault is raised instead of leaving the site to Inductor."""

@@ -1,0 +1,213 @@
+"""The pass: the stages in order, run once on every graph that Inductor is about to lower."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pathlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import fx
+
+from . import provenance
+from ._torch_compat import CustomGraphPass
+from .errors import StrictError
+from .lift import Lifted, lift, val
+from .options import Options, resolve
+from .plan import Plan, PlannedRegion, Verdict, make_plan, unnormed_sums
+from .regions import Region, Unsupported, build_region, find_regions
+from .report import Site, Untouched
+from .rewrite import Rewriter
+from .validate import validate
+from .verdict import Reason, Rejection
+
+log = logging.getLogger("fusepass.fuse_pass")
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What the pass did to one graph."""
+
+    graph: str
+    sites: tuple[Site, ...]
+    untouched: tuple[Untouched, ...]
+
+
+class FusePass(CustomGraphPass):
+    """Fuses residual-add + norm in a post-grad ATen graph.
+
+    `torch.compile(model, backend="fusepass")` uses one; the same object serves plain Inductor:
+
+        torch.compile(model, options={"post_grad_custom_pre_pass": fusepass.FusePass()})
+
+    Args:
+        options: `fusepass.*` options by full name (`{"fusepass.strict": True}`), as for `torch.compile`.
+        listener: called with a `GraphReport` after each graph.
+
+    Raises:
+        OptionError: an unknown option or a bad value.
+    """
+
+    seconds: ClassVar[float] = 0.0
+    """Wall time that all passes of this process have taken, in seconds."""
+
+    def __init__(
+        self, options: dict[str, Any] | Options | None = None, listener: Callable[[GraphReport], None] | None = None
+    ) -> None:
+        self.options = options if isinstance(options, Options) else resolve(options)[0]
+        self.listener = listener
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if not self.options.enabled:
+            return
+        started = time.perf_counter()
+        try:
+            self._run(graph)
+        finally:
+            FusePass.seconds += time.perf_counter() - started
+
+    def uuid(self) -> str:
+        """Covers this package's source and every option that changes code."""
+        return f"fusepass {_source_hash()} {self.options.code_key()}"
+
+    def _run(self, graph: fx.Graph) -> None:
+        kind = graph_kind(graph)
+        self._dump(f"{kind}-before", graph)
+        try:
+            lifted = lift(graph)
+            regions, refused = self._build_regions(find_regions(lifted), lifted)
+            plan = make_plan(graph, regions, refused)
+            quiet = unnormed_sums(graph, plan)
+        except Exception as e:
+            self._fault("analysing a graph", e)
+            return
+        checked = [(p, self._check(p, lifted)) for p in plan.regions]
+        rewriter = Rewriter(graph)
+        sites: list[Site] = []
+        for planned, rejection in checked:
+            if planned.fuse and rejection is None:
+                rejection = self._rewrite(rewriter, planned)
+            sites += [_site(v, kind, planned, rejection) for v in planned.verdicts]
+        rewriter.finish()
+        sites += [_site(v, kind, None, None) for v in plan.others]
+        self._dump(f"{kind}-after", graph)
+        self._tell(kind, sites, plan, quiet)
+
+    def _build_regions(
+        self, node_sets: list[list[fx.Node]], lifted: dict[fx.Node, Lifted]
+    ) -> tuple[list[Region], dict[fx.Node, Rejection]]:
+        regions: list[Region] = []
+        refused: dict[fx.Node, Rejection] = {}
+        for nodes in node_sets:
+            try:
+                regions.append(build_region(nodes, lifted))
+            except Unsupported as e:
+                refused |= dict.fromkeys(nodes, Rejection(Reason.UNSUPPORTED_OP, str(e)))
+            except Exception as e:
+                refused |= dict.fromkeys(nodes, self._fault("writing a row program", e))
+        return regions, refused
+
+    def _check(self, planned: PlannedRegion, lifted: dict[fx.Node, Lifted]) -> Rejection | None:
+        if not planned.fuse:
+            return None
+        try:
+            rejection = validate(planned.region, lifted)
+        except Exception as e:
+            return self._fault(f"validating {planned.verdicts[0].node.name}", e)
+        return self._mismatch(rejection) if rejection else None
+
+    def _rewrite(self, rewriter: Rewriter, planned: PlannedRegion) -> Rejection | None:
+        try:
+            rewriter.rewrite(planned)
+        except Exception as e:
+            return self._fault(f"rewriting {planned.verdicts[0].node.name}", e)
+        return None
+
+    def _mismatch(self, rejection: Rejection) -> Rejection:
+        if self.options.strict:
+            raise StrictError(f"{rejection.reason}: {rejection.detail}")
+        log.warning("a site is left to Inductor: %s: %s", rejection.reason, rejection.detail)
+        return rejection
+
+    def _fault(self, doing: str, error: Exception) -> Rejection:
+        if self.options.strict:
+            raise StrictError(f"{doing} failed: {type(error).__name__}: {error}") from error
+        _warn_once(f"{doing} failed and is left to Inductor: {type(error).__name__}: {error}")
+        log.debug("traceback of the fault", exc_info=error)
+        return Rejection(Reason.INTERNAL_ERROR, f"{doing}: {type(error).__name__}: {error}")
+
+    def _tell(self, kind: str, sites: list[Site], plan: Plan, quiet: list[tuple[fx.Node, Rejection]]) -> None:
+        fused = sum(s.fused for s in sites)
+        if not any(s.residual for s in sites):
+            log.info("%s graph: 0 sites, left to Inductor as it is", kind)
+        else:
+            log.info("%s graph: %d of %d norms fused", kind, fused, len(sites))
+        if self.listener is not None:
+            untouched = tuple(
+                Untouched(n.name, provenance.module_path(n), provenance.source_line(n), kind, r.reason, r.detail)
+                for n, r in (*plan.not_norms, *quiet)
+            )
+            self.listener(GraphReport(kind, tuple(sites), untouched))
+
+    def _dump(self, name: str, graph: fx.Graph) -> None:
+        if not self.options.dump:
+            return
+        folder = pathlib.Path(self.options.dump)
+        folder.mkdir(parents=True, exist_ok=True)
+        number = len(list(folder.glob(f"{name}-*.txt")))
+        (folder / f"{name}-{number}.txt").write_text(f"{graph}\n")
+
+
+def graph_kind(graph: fx.Graph) -> str:
+    """ "backward" where the graph takes tangents, "forward" where it takes primals, otherwise "inference"."""
+    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+    if any(n.startswith("tangents_") for n in names):
+        return "backward"
+    return "forward" if any(n.startswith("primals_") for n in names) else "inference"
+
+
+def _site(v: Verdict, kind: str, planned: PlannedRegion | None, later: Rejection | None) -> Site:
+    rejection = v.rejection or later
+    fused = rejection is None
+    traffic = planned.traffic if planned is not None else None
+    return Site(
+        module=provenance.module_path(v.node),
+        source=provenance.source_line(v.node),
+        norm=v.kind,
+        residual=v.residual,
+        graph=kind,
+        fused=fused,
+        reason=rejection.reason if rejection else None,
+        detail=rejection.detail if rejection else _covers(planned),
+        kernel=f"fusepass_{planned.region.program.digest}" if fused and planned else None,
+        tiles=traffic.fusepass if fused and traffic else None,
+        inductor_tiles=traffic.inductor if traffic else None,
+    )
+
+
+def _covers(planned: PlannedRegion | None) -> str:
+    if planned is None:
+        return ""
+    p = planned.region.program
+    rows = val(planned.region.tile).shape[:-1]
+    return f"{len(planned.region.nodes)} nodes over {tuple(rows)} x {p.cols}"
+
+
+@cache
+def _source_hash() -> str:
+    """A hash of every file of this package, so that a cached graph of another version is never used."""
+    digest = hashlib.sha256()
+    root = pathlib.Path(__file__).parent
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".h"):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)

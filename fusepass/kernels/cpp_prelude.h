@@ -1,0 +1,279 @@
+// What every generated row kernel stands on: a step of `kLanes` columns as FP32 or FP64 vectors of at::vec, loads that
+// widen, stores that narrow, reductions over a row, and rows that are split over threads.
+
+#include <torch/csrc/inductor/cpp_prefix.h>
+
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/cpu/vec/functional.h>
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+namespace {
+
+using at::vec::Vectorized;
+using at::vec::VectorizedN;
+using c10::BFloat16;
+using c10::Half;
+
+#define FUSEPASS_INLINE inline __attribute__((always_inline))
+
+// One step along a row: as many FP32 columns as fill one vector of 16-bit columns.
+constexpr int kVectors = 2;
+using Floats = VectorizedN<float, kVectors>;
+using Doubles = VectorizedN<double, 2 * kVectors>;
+template <typename T>
+using Narrow = VectorizedN<T, 1>;  // the same columns as BFloat16 or Half
+constexpr int kLanes = Floats::size();
+static_assert(Doubles::size() == kLanes && Narrow<BFloat16>::size() == kLanes);
+
+// How many columns of a step are inside the row.
+struct AllLanes {};
+struct FirstLanes {
+  int count;
+};
+
+// Reductions start afresh every kBlock columns, so that rounding errors grow with kBlock / kLanes + cols / kBlock.
+constexpr int64_t kBlock = 64 * kLanes;
+// Column sums are kept in FP32 for this many rows, then added to FP64 totals.
+constexpr int64_t kRowBlock = 32;
+
+// ---- conversions ----
+
+FUSEPASS_INLINE Doubles to_doubles(const Floats& a) {
+  alignas(64) float from[kLanes];
+  alignas(64) double to[kLanes];
+  a.store(from);
+  for (int i = 0; i < kLanes; ++i) to[i] = from[i];
+  return Doubles::loadu(to);
+}
+FUSEPASS_INLINE Doubles to_doubles(const Doubles& a) { return a; }
+FUSEPASS_INLINE double to_doubles(double a) { return a; }
+
+FUSEPASS_INLINE Floats to_floats(const Doubles& a) {
+  alignas(64) double from[kLanes];
+  alignas(64) float to[kLanes];
+  a.store(from);
+  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<float>(from[i]);
+  return Floats::loadu(to);
+}
+FUSEPASS_INLINE Floats to_floats(const Floats& a) { return a; }
+template <typename T>
+FUSEPASS_INLINE Floats to_floats(const Narrow<T>& a) { return at::vec::convert<float, 2, T, 1>(a); }
+FUSEPASS_INLINE float to_floats(double a) { return static_cast<float>(a); }
+
+template <typename T>
+FUSEPASS_INLINE Narrow<T> narrow(const Floats& a) {
+  Narrow<T> result;
+  result[0] = at::vec::convert<T, 1, float, 2>(a);
+  return result;
+}
+// Half and BFloat16 rounding of one number, as of a vector.
+template <typename T>
+FUSEPASS_INLINE float round_to(float a) { return static_cast<float>(static_cast<T>(a)); }
+template <typename T>
+FUSEPASS_INLINE Floats round_to(const Floats& a) { return to_floats<T>(narrow<T>(a)); }
+
+// ---- memory ----
+
+template <typename Vector, typename T>
+FUSEPASS_INLINE Vector load_as(const T* p, AllLanes) { return Vector::loadu(p); }
+template <typename Vector, typename T>
+FUSEPASS_INLINE Vector load_as(const T* p, FirstLanes n) { return Vector::loadu(p, n.count); }
+
+template <typename Lanes>
+FUSEPASS_INLINE Floats load(const float* p, Lanes n) { return load_as<Floats>(p, n); }
+template <typename Lanes>
+FUSEPASS_INLINE Doubles load(const double* p, Lanes n) { return load_as<Doubles>(p, n); }
+template <typename T, typename Lanes>
+FUSEPASS_INLINE Floats load(const T* p, Lanes n) { return to_floats<T>(load_as<Narrow<T>>(p, n)); }
+
+template <typename T, typename Vector>
+FUSEPASS_INLINE void store(T* p, const Vector& a, AllLanes) { a.store(p); }
+template <typename T, typename Vector>
+FUSEPASS_INLINE void store(T* p, const Vector& a, FirstLanes n) { a.store(p, n.count); }
+
+// Brings the cache lines of one step of columns closer.
+template <typename T>
+FUSEPASS_INLINE void prefetch_read(const T* p) {
+  for (size_t i = 0; i < kLanes * sizeof(T); i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i, 0);
+}
+template <typename T>
+FUSEPASS_INLINE void prefetch_write(const T* p) {
+  for (size_t i = 0; i < kLanes * sizeof(T); i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i, 1);
+}
+
+// A row whose columns are `stride` apart, as a row of contiguous columns: in place, or copied into `scratch`.
+template <typename T>
+FUSEPASS_INLINE const T* contiguous_row(const T* p, int64_t stride, int64_t cols, T* scratch) {
+  if (stride == 1) return p;
+  for (int64_t c = 0; c < cols; ++c) scratch[c] = p[c * stride];
+  return scratch;
+}
+template <typename T>
+FUSEPASS_INLINE void scatter_row(T* p, int64_t stride, int64_t cols, const T* scratch) {
+  if (stride == 1) return;
+  for (int64_t c = 0; c < cols; ++c) p[c * stride] = scratch[c];
+}
+
+// Memory of one thread, cut into cache-line-aligned rows.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : memory_(static_cast<char*>(std::aligned_alloc(64, bytes + 64))), next_(memory_) {
+    if (!memory_) throw std::bad_alloc();
+  }
+  ~Scratch() { std::free(memory_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  template <typename T>
+  static constexpr int64_t row_bytes(int64_t cols) { return (cols * int64_t(sizeof(T)) + 63) / 64 * 64; }
+  template <typename T>
+  T* take(int64_t cols) {
+    T* result = reinterpret_cast<T*>(next_);
+    next_ += row_bytes<T>(cols);
+    return result;
+  }
+
+ private:
+  char* memory_;
+  char* next_;
+};
+
+// ---- loops ----
+
+template <typename Step>
+FUSEPASS_INLINE void for_columns(int64_t begin, int64_t end, const Step& step) {
+  int64_t c = begin;
+  for (; c + kLanes <= end; c += kLanes) step(c, AllLanes{});
+  if (c < end) step(c, FirstLanes{static_cast<int>(end - c)});
+}
+
+// Splits rows into at most `threads` parts of at least `grain` rows: `body(part, n_parts, first row, last row + 1)`.
+template <typename Body>
+void parallel_rows(int64_t n_parts, int64_t rows, const Body& body) {
+  if (n_parts == 1) return body(int64_t(0), int64_t(0), rows);
+#pragma omp parallel for schedule(static, 1) num_threads(static_cast<int>(n_parts))
+  for (int64_t part = 0; part < n_parts; ++part) body(part, rows * part / n_parts, rows * (part + 1) / n_parts);
+}
+
+inline int64_t parts_of(int64_t threads, int64_t rows, int64_t cols) {
+  constexpr int64_t kGrain = 16384;  // elements: less work than this does not pay for waking a thread
+  return std::max<int64_t>(1, std::min({threads, rows, rows * cols / kGrain}));
+}
+
+// ---- reductions ----
+
+template <typename T>
+struct Sum {
+  static constexpr T identity() { return T(0); }
+  template <typename V>
+  static FUSEPASS_INLINE V combine(const V& a, const V& b) { return a + b; }
+};
+template <typename T>
+struct Max {
+  static constexpr T identity() { return -std::numeric_limits<T>::infinity(); }
+  template <typename V>
+  static FUSEPASS_INLINE V combine(const V& a, const V& b) { return at::vec::maximum(a, b); }
+  static FUSEPASS_INLINE T combine(T a, T b) { return a != a || a > b ? a : b; }
+};
+template <typename T>
+struct Min {
+  static constexpr T identity() { return std::numeric_limits<T>::infinity(); }
+  template <typename V>
+  static FUSEPASS_INLINE V combine(const V& a, const V& b) { return at::vec::minimum(a, b); }
+  static FUSEPASS_INLINE T combine(T a, T b) { return a != a || a < b ? a : b; }
+};
+
+// A reduction of one row: one accumulator per lane within a block of columns, FP64 over lanes and blocks.
+template <template <typename> class Op, typename Vector>
+class RowReduction {
+  using T = typename Vector::value_type;
+  Vector block_{Op<T>::identity()};
+  double total_ = Op<double>::identity();
+
+ public:
+  FUSEPASS_INLINE void add(const Vector& a, AllLanes) { block_ = Op<T>::combine(block_, a); }
+  FUSEPASS_INLINE void add(const Vector& a, FirstLanes n) {
+    block_ = Op<T>::combine(block_, Vector::set(Vector(Op<T>::identity()), a, n.count));
+  }
+  FUSEPASS_INLINE void end_block() {
+    alignas(64) T lanes[kLanes];
+    alignas(64) double wide[kLanes];
+    block_.store(lanes);
+    for (int i = 0; i < kLanes; ++i) wide[i] = lanes[i];
+    for (int n = kLanes / 2; n > 0; n /= 2) {
+      for (int i = 0; i < n; ++i) wide[i] = Op<double>::combine(wide[i], wide[i + n]);
+    }
+    total_ = Op<double>::combine(total_, wide[0]);
+    block_ = Vector(Op<T>::identity());
+  }
+  FUSEPASS_INLINE T value() const { return static_cast<T>(total_); }
+};
+
+// One column sum of one thread: partial sums of the last rows, and their totals.
+template <typename Vector, typename Lanes>
+FUSEPASS_INLINE void accumulate(typename Vector::value_type* partial, const Vector& a, Lanes n) {
+  store(partial, load(partial, n) + a, n);
+}
+template <typename T>
+FUSEPASS_INLINE void flush_partial(T* partial, double* totals, int64_t cols) {
+  for (int64_t c = 0; c < cols; ++c) {
+    totals[c] += partial[c];
+    partial[c] = 0;
+  }
+}
+
+// Adds up the totals of all parts, in their order, and rounds once.
+template <typename T>
+void write_column_sum(
+    T* out, int64_t stride, int64_t cols, int64_t n_parts, const double* totals, int64_t part_stride) {
+  for (int64_t c = 0; c < cols; ++c) {
+    double sum = 0;
+    for (int64_t part = 0; part < n_parts; ++part) sum += totals[part * part_stride + c];
+    if constexpr (std::is_same_v<T, double>) out[c * stride] = sum;
+    else out[c * stride] = static_cast<T>(static_cast<float>(sum));
+  }
+}
+
+// ---- operations that C++ has no operator for: each for a number and for a step of columns ----
+
+template <typename V>
+constexpr bool is_number = std::is_floating_point_v<V>;
+
+#define FUSEPASS_UNARY(name, number, vector)          \
+  template <typename V>                               \
+  FUSEPASS_INLINE V name(const V& a) {                \
+    if constexpr (is_number<V>) return number;        \
+    else return vector;                               \
+  }
+FUSEPASS_UNARY(op_neg, -a, a.neg())
+FUSEPASS_UNARY(op_abs, std::abs(a), a.abs())
+FUSEPASS_UNARY(op_sqrt, std::sqrt(a), a.sqrt())
+FUSEPASS_UNARY(op_reciprocal, V(1) / a, V(1) / a)
+FUSEPASS_UNARY(op_rsqrt, V(1) / std::sqrt(a), V(1) / a.sqrt())
+FUSEPASS_UNARY(op_exp, std::exp(a), a.exp())
+FUSEPASS_UNARY(op_tanh, std::tanh(a), a.tanh())
+FUSEPASS_UNARY(op_erf, std::erf(a), a.erf())
+FUSEPASS_UNARY(op_sigmoid, V(1) / (V(1) + std::exp(-a)), V(1) / (V(1) + a.neg().exp()))
+FUSEPASS_UNARY(op_relu, (a != a || a > V(0) ? a : V(0)), at::vec::maximum(a, V(0)))
+#undef FUSEPASS_UNARY
+
+template <typename V>
+FUSEPASS_INLINE V op_fma(const V& a, const V& b, const V& c) {
+  if constexpr (is_number<V>) return std::fma(a, b, c);
+  else return at::vec::fmadd(a, b, c);
+}
+template <typename V>
+FUSEPASS_INLINE V op_maximum(const V& a, const V& b) {
+  if constexpr (is_number<V>) return a != a || a > b ? a : b;
+  else return at::vec::maximum(a, b);
+}
+template <typename V>
+FUSEPASS_INLINE V op_minimum(const V& a, const V& b) {
+  if constexpr (is_number<V>) return a != a || a < b ? a : b;
+  else return at::vec::minimum(a, b);
+}
+
+}  // namespace

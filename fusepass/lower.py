@@ -1,0 +1,73 @@
+"""Stage 6a, lower: the graph nodes that call a fused kernel, for the device it runs on.
+
+On a CPU: `fusepass::row_program_`, an op that writes into outputs that Inductor allocates, behind
+`auto_functionalized_v2` (an op that allocated its own would lose Inductor's buffer reuse). On a GPU: a
+`triton_kernel_wrapper_functional` node, which Inductor's wrapper turns into a plain launch of the generated kernel.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._torch_compat import auto_functionalized_v2
+from .kernels import ops
+from .row_program import Kind, RowProgram
+
+aten = torch.ops.aten
+
+Call = Callable[..., fx.Node]
+"""`call(target, *args, **kwargs)`: append a node with its fake value in `meta["val"]`."""
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One use of a row program in a graph. `rows` and `sizes` are ints or nodes that hold a SymInt."""
+
+    program: RowProgram
+    rows: Any
+    ins: Sequence[fx.Node]
+    sizes: Sequence[Any]
+    device: torch.device
+
+
+def lower(call: Call, kernel: KernelCall) -> list[fx.Node]:
+    """Append the nodes that run `kernel`; return one node per output, of shape (rows, cols) or (rows,)."""
+    outs = [
+        call(aten.empty.memory_format, shape, dtype=dtype, device=kernel.device) for shape, dtype in _outputs(kernel)
+    ]
+    return (_lower_cpp if kernel.device.type == "cpu" else _lower_triton)(call, kernel, outs)
+
+
+def _outputs(kernel: KernelCall) -> list[tuple[list[Any], torch.dtype]]:
+    p = kernel.program
+    shape = {Kind.TILE: [kernel.rows, p.cols], Kind.ROW: [kernel.rows], Kind.COL: [p.cols]}
+    return [(shape[p.values[o.value].kind], p.values[o.value].dtype) for o in p.outputs]
+
+
+def _lower_cpp(call: Call, kernel: KernelCall, outs: list[fx.Node]) -> list[fx.Node]:
+    text = str(kernel.program)
+    ops.prefetch(text)
+    fused = call(
+        auto_functionalized_v2,
+        torch.ops.fusepass.row_program_.default,
+        program=text,
+        rows=kernel.rows,
+        ins=list(kernel.ins),
+        sizes=list(kernel.sizes),
+        _outs_length=len(outs),
+        **{f"_outs_{i}_base_index": i for i in range(len(outs))},
+        _all_bases=outs,
+    )
+    return [call(operator.getitem, fused, i + 1) for i in range(len(outs))]
+
+
+def _lower_triton(call: Call, kernel: KernelCall, outs: list[fx.Node]) -> list[fx.Node]:
+    from .kernels import triton_launch
+
+    return triton_launch.append_launch(call, kernel.program, kernel.rows, kernel.ins, kernel.sizes, outs)

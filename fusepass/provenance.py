@@ -1,0 +1,34 @@
+"""Where a graph node comes from in the user's model: the module's path and the source line."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+from torch import fx
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_INDEX = re.compile(r"""\._modules\[['"]?([^'"\]]+)['"]?\]|\[['"]?([^'"\]]+)['"]?\]""")
+
+
+def module_path(node: fx.Node) -> str:
+    """The dotted path of the innermost module that made this node, as in `named_modules()`; "" for the model itself."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    entries = [str(entry[0]) for entry in stack.values()]
+    return _dotted(entries[-1]) if entries else ""
+
+
+def _dotted(expression: str) -> str:
+    """`L['self']._modules['layers']._modules['0'].norm` as `layers.0.norm`."""
+    path = re.sub(r"^L\[['\"][^'\"]+['\"]\]|^G\[['\"][^'\"]+['\"]\]|^L__self___?|^self", "", expression)
+    path = _INDEX.sub(lambda m: f".{m[1] or m[2]}", path)
+    return re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", path).strip(".")
+
+
+def source_line(node: fx.Node) -> str:
+    """`file:line` of the innermost frame outside torch that made this node; "" where the graph does not say."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [f for f in frames if not f[0].startswith(_TORCH)] or frames
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""

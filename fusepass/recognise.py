@@ -1,0 +1,288 @@
+"""Stage 3, recognise: which norms a row program computes, by meaning and not by spelling.
+
+For a candidate input `z` of a norm, every later value of the program becomes a sympy expression in `Z` (an element of
+z's row), in the moments `m1 = mean(z)` and `m2 = mean(z^2)` of the row, and in symbols for everything else. The mean of
+a polynomial in `Z` is the same polynomial in the moments, so `var`, `mean((z - mean(z))^2)` and
+`mean(z^2) - mean(z)^2` are all `m2 - m1^2`; casts are facts about rounding and leave no trace here.
+
+A norm of z is then a tile `gain * (Z - shift) * (radicand + eps)^(-1/2)`, and the pair (shift, radicand) is its normal
+form: (m1, m2 - m1^2) for LayerNorm, (0, m2) for RMSNorm. The normal forms to compare with come from the functions in
+`patterns/`, read in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import sympy
+import torch
+
+from ._torch_compat import isolated_trace
+from .lift import lift
+from .patterns import PATTERNS, Fn
+from .regions import build_region, find_regions
+from .row_ops import POINTWISE
+from .row_program import Kind, RowProgram, Statement
+from .verdict import Reason, Rejection
+
+_Z = sympy.Symbol("Z", real=True)
+_MOMENTS = (sympy.Integer(1), sympy.Symbol("m1", real=True), sympy.Symbol("m2", positive=True))
+_HALF = sympy.Rational(1, 2)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm that a program computes.
+
+    `kind` is the pattern's name; `input` the value that is normalised; `output` the normalised tile (times its weight,
+    where it has one); `reductions` the row statistics it uses; `rejection` is set for a near-miss.
+    """
+
+    kind: str
+    input: str
+    output: str
+    reductions: frozenset[str]
+    rejection: Rejection | None = None
+
+
+@dataclass(frozen=True)
+class _Form:
+    """`gain * (Z - shift) * (radicand + eps)^(-1/2)`; `outside` where eps is added to the root instead."""
+
+    gain: Any
+    shift: Any
+    radicand: Any
+    eps: Any
+    outside: bool
+
+
+@lru_cache(maxsize=4096)
+def recognise(program: RowProgram) -> tuple[Norm, ...]:
+    """The norms and near-misses that `program` computes, in program order. Each distinct program is analysed once."""
+    found: list[Norm] = []
+    explained: set[str] = set()
+    misses: list[Norm] = []
+    for z, reductions in _candidates(program):
+        if reductions <= explained:
+            continue
+        for norm in _norms_of(program, z, reductions):
+            if norm.rejection is None:
+                found.append(norm)
+                explained |= norm.reductions
+            elif not any(norm.reductions & m.reductions for m in misses):
+                misses.append(norm)
+    found += [n for n in misses if not n.reductions & explained]
+    order = {name: i for i, name in enumerate(program.values)}
+    return tuple(sorted(found, key=lambda n: order[n.output]))
+
+
+def _candidates(program: RowProgram) -> Iterator[tuple[str, frozenset[str]]]:
+    """The tiles that may be a norm's input, first to last, each with the row reductions of it alone."""
+    tiles = [name for name, v in program.values.items() if v.kind is Kind.TILE]
+    for z in tiles:
+        alone = frozenset(r.name for r in program.row_reductions if _depends_on_tile_only(program, r, z))
+        if alone:
+            yield z, alone
+
+
+def _depends_on_tile_only(program: RowProgram, reduction: Statement, z: str) -> bool:
+    """Whether every tile that `reduction` sees comes through `z`, and `z` is seen."""
+    stack, seen, through = [*reduction.value_args], set(), False
+    while stack:
+        name = stack.pop()
+        if name == z:
+            through = True
+        elif name not in seen:
+            seen.add(name)
+            value = program.values[name]
+            if not isinstance(value, Statement):
+                if value.kind is not Kind.SCALAR:
+                    return False
+                continue
+            stack.extend(value.value_args)
+    return through
+
+
+def _norms_of(program: RowProgram, z: str, reductions: frozenset[str]) -> list[Norm]:
+    expressions, used = _evaluate(program, z, reductions)
+    forms: dict[str, _Form] = {}
+    for s in program.statements:
+        if s.kind is Kind.TILE and used.get(s.name):
+            form = _normal_form(expressions[s.name])
+            if form is not None:
+                forms[s.name] = form
+    return [
+        norm
+        for name in _outermost(program, forms)
+        if (norm := _judge(program, z, name, forms[name], frozenset(used[name]))) is not None
+    ]
+
+
+def _evaluate(program: RowProgram, z: str, reductions: frozenset[str]) -> tuple[dict[str, Any], dict[str, set[str]]]:
+    """Each value as an expression relative to z, and which of z's reductions each value uses."""
+    expressions: dict[str, Any] = {}
+    used: dict[str, set[str]] = {}
+    for name, value in program.values.items():
+        args = value.value_args if isinstance(value, Statement) else ()
+        used[name] = set().union(*(used[a] for a in args)) if args else set()
+        if name == z:
+            expressions[name], used[name] = _Z, set()
+        elif not isinstance(value, Statement):
+            expressions[name] = _symbol(name, value.kind)
+        elif value.op in POINTWISE:
+            expressions[name] = POINTWISE[value.op].sympy(
+                *(expressions[a] if isinstance(a, str) else sympy.nsimplify(a, rational=True) for a in value.args)
+            )
+        elif name in reductions:
+            expressions[name] = _reduce(value, expressions[args[0]], program.cols)
+            used[name] = used[name] | {name}
+        else:
+            expressions[name] = _symbol(name, value.kind)
+    return expressions, used
+
+
+def _symbol(name: str, kind: Kind) -> Any:
+    return sympy.Symbol(f"{kind.value}_{name}", positive=kind is Kind.SCALAR, real=True)
+
+
+def _is_col(symbol: Any) -> bool:
+    return str(symbol).startswith("col_")
+
+
+def _is_tile(symbol: Any) -> bool:
+    return symbol == _Z or str(symbol).startswith("tile_")
+
+
+def _reduce(s: Statement, expression: Any, cols: int) -> Any:
+    """A row sum or mean as a polynomial in the moments; anything else is known only by name."""
+    if s.op not in ("row_sum", "row_mean"):
+        return _symbol(s.name, Kind.ROW)
+    try:
+        poly = sympy.Poly(sympy.expand(expression), _Z)
+    except sympy.PolynomialError:
+        return _symbol(s.name, Kind.ROW)
+    coefficients = list(reversed(poly.all_coeffs()))
+    if len(coefficients) > len(_MOMENTS) or any(
+        _is_tile(f) or _is_col(f) for c in coefficients for f in c.free_symbols
+    ):
+        return _symbol(s.name, Kind.ROW)
+    mean = sympy.expand(sum(c * m for c, m in zip(coefficients, _MOMENTS, strict=False)))
+    return mean * cols if s.op == "row_sum" else mean
+
+
+def _normal_form(expression: Any) -> _Form | None:
+    """Read `gain * (Z - shift) * (radicand + eps)^(-1/2)` off an expression that is linear in Z, or None."""
+    if not expression.has(_Z):
+        return None
+    slope = sympy.diff(expression, _Z)
+    if slope == 0 or any(_is_tile(f) for f in slope.free_symbols):
+        return None
+    gain, scale = slope.as_independent(*_MOMENTS[1:], as_Add=False)
+    root = _root(scale)
+    if root is None:
+        return None
+    shift = sympy.simplify(-expression.subs(_Z, 0) / slope)
+    if not shift.free_symbols <= set(_MOMENTS[1:]):
+        return None
+    radicand, eps, outside = root
+    return _Form(gain, shift, radicand, eps, outside)
+
+
+def _root(scale: Any) -> tuple[Any, Any, bool] | None:
+    """(radicand, eps, eps is outside) of `(radicand + eps)^(-1/2)` or `1 / (sqrt(radicand) + eps)`."""
+    base, exponent = scale.as_base_exp()
+    if exponent == -1 and base.is_Add:
+        roots = [t for t in base.args if t.has(*_MOMENTS[1:])]
+        if len(roots) != 1:
+            return None
+        factor, power = roots[0].as_independent(*_MOMENTS[1:], as_Add=False)
+        inner, half = power.as_base_exp()
+        if half != _HALF:
+            return None
+        return sympy.expand(factor**2 * inner), base - roots[0], True
+    if exponent != -_HALF:
+        return None
+    eps, radicand = sympy.expand(base).as_independent(*_MOMENTS[1:], as_Add=True)
+    return radicand, eps, False
+
+
+def _outermost(program: RowProgram, forms: dict[str, _Form]) -> list[str]:
+    """One value for each norm: where a normalised value is multiplied by weights, each product; otherwise itself."""
+    weighted = {name for name, form in forms.items() if any(_is_col(f) for f in form.gain.free_symbols)}
+    parents = {
+        name: [a for s in program.statements if s.name == name for a in s.value_args if a in forms] for name in forms
+    }
+    products = [n for n in weighted if not any(p in weighted for p in parents[n])]
+    bases: set[str] = set()
+    for n in products:
+        bases |= _ancestors(n, parents)
+    plain = [n for n in forms if n not in weighted and n not in bases and not any(p in forms for p in parents[n])]
+    return [n for n in forms if n in products or n in plain]
+
+
+def _ancestors(name: str, parents: dict[str, list[str]]) -> set[str]:
+    stack, seen = [*parents[name]], set()
+    while stack:
+        n = stack.pop()
+        if n not in seen:
+            seen.add(n)
+            stack.extend(parents[n])
+    return seen
+
+
+def _judge(program: RowProgram, z: str, output: str, form: _Form, reductions: frozenset[str]) -> Norm | None:
+    for pattern in PATTERNS:
+        wanted = _pattern_form(pattern.fn)
+        ratio = sympy.simplify(form.radicand / wanted.radicand)
+        if not ratio.is_number:
+            continue
+        if form.shift not in (sympy.Integer(0), _MOMENTS[1]):
+            continue
+        if form.eps == 0 and not _is_unit(form.gain):
+            continue  # without an epsilon, dividing by the length of the row (F.normalize) differs only in scale
+        rejection = _reject(program, pattern.name, form, wanted, ratio)
+        return Norm(pattern.name, z, output, reductions, rejection)
+    return None
+
+
+def _is_unit(gain: Any) -> bool:
+    return bool(abs(float(sympy.Abs(gain.as_independent(*gain.free_symbols)[0])) - 1) < 1e-6)
+
+
+def _reject(program: RowProgram, kind: str, form: _Form, wanted: _Form, ratio: Any) -> Rejection | None:
+    cols = program.cols
+    if abs(float(ratio) - 1) > 1e-6:
+        if kind == "layer_norm" and cols > 1 and abs(float(ratio) - cols / (cols - 1)) < 1e-6 * cols / (cols - 1):
+            where = " and eps is added outside the root" if form.outside else ""
+            return Rejection(Reason.UNBIASED_VARIANCE, f"the variance is divided by {cols - 1}, not by {cols}{where}")
+        return Rejection(
+            Reason.WRONG_DIVISOR, f"the statistic is {float(ratio):.6g} times the mean over {cols} columns"
+        )
+    if form.outside:
+        return Rejection(Reason.EPS_OUTSIDE_ROOT, f"eps={form.eps} is added to the root, not under it")
+    if form.shift != wanted.shift:
+        return Rejection(
+            Reason.MISMATCHED_MEAN, "the mean is subtracted from the values or from the variance, not from both"
+        )
+    return None
+
+
+@cache
+def _pattern_form(fn: Fn) -> _Form:
+    program = pattern_program(fn)
+    z = program.operands[0].name
+    expressions, _ = _evaluate(program, z, frozenset(r.name for r in program.row_reductions))
+    form = _normal_form(expressions[program.outputs[-1].value])
+    assert form is not None, f"pattern {fn.__name__} has no normal form"
+    return form
+
+
+def pattern_program(fn: Fn, cols: int = 8) -> RowProgram:
+    """The row program of a pattern function, traced on an FP64 tile of shape (2, cols) and a 0-dim epsilon."""
+    graph = isolated_trace(fn, *(torch.ones(s, dtype=torch.float64) for s in ((2, cols), ())))
+    lifted = lift(graph)
+    (nodes,) = find_regions(lifted)
+    return build_region(nodes, lifted).program

@@ -1,0 +1,328 @@
+"""Stage 2, regions: the maximal connected sets of liftable nodes around the row reductions, each as a row program.
+
+Nodes join a region when they share a space and a depth (see `lift`) and one reads the other. Because every barrier adds
+one to the depth, no path leaves such a set and comes back: regions are convex. A weight or an input tile that two sets
+both read does not join them.
+
+A region's program is canonical: statements are ordered depth-first from the outputs, values are named by first use, and
+equal statements are merged, so that equal sites of a model give the same text and share one kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._torch_compat import same_size, size_text
+from .lift import Lifted, Role, Space, val
+from .row_ops import COL_REDUCTIONS, POINTWISE
+from .row_program import Kind, Operand, Output, RowProgram, Statement
+
+
+@dataclass(frozen=True)
+class Read:
+    """A tensor that a region reads.
+
+    `index` has one row-index expression per leading dimension of `node`, unless `flatten`: then the leading dimensions
+    are seen as one. `rows` is the shape of the region's rows where the tensor is used, which the index is relative to.
+    """
+
+    node: fx.Node
+    kind: Kind
+    index: tuple[str, ...]
+    flatten: bool
+    rows: tuple[Any, ...] = ()
+
+
+@dataclass
+class Region:
+    """A connected set of nodes and the row program that computes the values it hands out."""
+
+    space: Space
+    nodes: list[fx.Node]
+    program: RowProgram
+    reads: tuple[Read, ...]
+    writes: tuple[fx.Node, ...]  # the node whose value each of the program's outputs replaces
+    sizes: dict[str, Any]  # the value (a SymInt) of each of the program's sizes
+    value_of: dict[fx.Node, Any]  # node -> the name of its value (or a tuple of names)
+    tile: fx.Node  # a node with the region's rows and columns
+
+    def node_of(self, value: str) -> fx.Node:
+        """The first node, in graph order, that holds a value of the program."""
+        return next(n for n in self.nodes if self.value_of.get(n) == value)
+
+    def holder_of(self, value: str) -> fx.Node:
+        """The node that holds a value of the program: a member, or the node that an operand reads."""
+        names = [o.name for o in self.program.operands]
+        return self.reads[names.index(value)].node if value in names else self.node_of(value)
+
+
+class Unsupported(Exception):
+    """A region cannot be written as a row program; the message says which node and why."""
+
+
+def find_regions(lifted: dict[fx.Node, Lifted]) -> list[list[fx.Node]]:
+    """The node sets, in graph order, that contain at least one row reduction."""
+    parent: dict[fx.Node, fx.Node] = {n: n for n in lifted}
+
+    def root(n: fx.Node) -> fx.Node:
+        while parent[n] is not n:
+            parent[n] = parent[parent[n]]
+            n = parent[n]
+        return n
+
+    for node, entry in lifted.items():
+        for source in node.all_input_nodes:
+            other = lifted.get(source)
+            if other and other.depth == entry.depth and _joined(other, entry):
+                parent[root(source)] = root(node)
+    groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in lifted:
+        groups[root(node)].append(node)
+    seeded = [g for g in groups.values() if any(lifted[n].rule.role is Role.REDUCTION for n in g)]
+    return [absorb_columns(g, lifted) for g in seeded]
+
+
+def _joined(source: Lifted, user: Lifted) -> bool:
+    return source.space.cols == user.space.cols and same_size(source.space.rows, user.space.rows)
+
+
+def absorb_columns(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[fx.Node]:
+    """Add the per-column arithmetic (`1 + w`, `w.float()`) whose every user is in the region already."""
+    members = set(nodes)
+    cols = lifted[nodes[0]].space.cols
+    queue = [i for n in nodes for i in n.all_input_nodes]
+    while queue:
+        node = queue.pop()
+        if node in members or node not in lifted or lifted[node].rule.role is not Role.POINTWISE:
+            continue
+        if same_size(val(node).numel(), cols) and set(node.users) <= members:
+            members.add(node)
+            queue.extend(node.all_input_nodes)
+    return sorted(members, key=lambda n: lifted[n].order)
+
+
+def build_region(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> Region:
+    """The region of these nodes with its canonical program. Raises `Unsupported`."""
+    return _Builder(nodes, lifted).build()
+
+
+class _Builder:
+    def __init__(self, nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> None:
+        self.nodes = nodes
+        self.members = set(nodes)
+        self.lifted = lifted
+        reduction = next(n for n in nodes if lifted[n].rule.role is Role.REDUCTION)
+        self.space = lifted[reduction].space
+        assert isinstance(reduction.args[0], fx.Node)
+        self.tile = reduction.args[0]
+        self.operands: dict[Any, Operand] = {}
+        self.reads: dict[str, Read] = {}
+        self.statements: dict[Any, Statement] = {}
+        self.kinds: dict[str, Kind] = {}
+        self.sizes: dict[str, Any] = {}
+        self.value_of: dict[fx.Node, Any] = {}
+
+    def build(self) -> Region:
+        writes = self.escaping()
+        for node in writes:
+            self.value(node)
+        outputs = []
+        for node in writes:
+            name = self.value_of[node]
+            if self.kinds[name] not in (Kind.TILE, Kind.ROW):
+                raise Unsupported(f"{node.name} does not depend on the row but is needed outside the region")
+            outputs.append(Output(name, ("row",)))
+        renamed = self._live_names([o.value for o in outputs])
+        program = RowProgram(
+            self.space.cols,
+            tuple(o for o in self.operands.values() if o.name in renamed),
+            tuple(_rename(s, renamed) for s in self.statements.values() if s.name in renamed),
+            tuple(Output(renamed[o.value], o.index) for o in outputs),
+            tuple(self.sizes),
+        )
+        value_of = {n: _rename_value(v, renamed) for n, v in self.value_of.items()}
+        reads = tuple(self.reads[o.name] for o in program.operands)
+        return Region(self.space, self.nodes, program.verify(), reads, tuple(writes), self.sizes, value_of, self.tile)
+
+    def _live_names(self, outputs: list[str]) -> dict[str, str]:
+        """Old to new name of every value that the outputs need, numbered without gaps."""
+        by_name = {s.name: s for s in self.statements.values()}
+        live: set[str] = set()
+        stack = list(outputs)
+        while stack:
+            name = stack.pop()
+            if name not in live:
+                live.add(name)
+                stack.extend(by_name[name].value_args if name in by_name else ())
+        renamed = {o.name: o.name for o in self.operands.values() if o.name in live}
+        return renamed | {name: f"v{i}" for i, name in enumerate(n for n in by_name if n in live)}
+
+    def escaping(self) -> list[fx.Node]:
+        """The nodes whose value is needed outside. A view never is: it is applied again to what it views."""
+        outside: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            if any(u not in self.members or (self.is_alias(u) and u in outside) for u in node.users):
+                outside.add(node)
+        return [
+            n for n in self.nodes if n in outside and not self.is_alias(n) and not isinstance(val(n), (tuple, list))
+        ]
+
+    def is_alias(self, node: fx.Node) -> bool:
+        return self.lifted[node].rule.role is Role.VIEW
+
+    def value(self, node: fx.Node) -> Any:
+        """The name of a member's value; emits the statements that it needs, depth first."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [i for i in top.all_input_nodes if i in self.members and i not in self.value_of]
+            if top in self.value_of:
+                stack.pop()
+            elif missing:
+                stack.extend(reversed(missing))
+            else:
+                args = [self.argument(a, top) if isinstance(a, fx.Node) else a for a in top.args]
+                self.value_of[top] = self.lifted[top].rule.emit(self.emit, top, args)
+                stack.pop()
+        return self.value_of[node]
+
+    def argument(self, arg: fx.Node, user: fx.Node) -> Any:
+        return self.value_of[arg] if arg in self.members else self.operand(arg, user)
+
+    def emit(self, op: str, *args: Any, dtype: torch.dtype) -> str:
+        values = tuple(a if isinstance(a, str) else float(a) for a in args)
+        if op in ("add", "mul"):  # commutative to the bit: one order, so that swapped spellings give one program
+            values = tuple(sorted(values, key=lambda a: (isinstance(a, float), str(a))))
+        key = (op, values, dtype)
+        if op == "cast" and isinstance(values[0], str) and self.dtype(values[0]) is dtype:
+            return values[0]
+        if key not in self.statements:
+            kinds = [self.kinds[a] for a in values if isinstance(a, str)]
+            if op in POINTWISE:
+                kind = Kind.join(kinds)
+            else:
+                kind = Kind.COL if op in COL_REDUCTIONS else Kind.ROW
+                if kinds != [Kind.TILE]:
+                    raise Unsupported(f"{op} reduces a value that does not vary over rows and columns")
+            name = f"v{len(self.statements)}"
+            self.statements[key] = Statement(name, op, values, kind, dtype)
+            self.kinds[name] = kind
+        return self.statements[key].name
+
+    def dtype(self, name: str) -> torch.dtype:
+        values: list[Operand | Statement] = [*self.operands.values(), *self.statements.values()]
+        return next(v.dtype for v in values if v.name == name)
+
+    # --- operands
+
+    def operand(self, node: fx.Node, user: fx.Node) -> str:
+        shape = list(val(user).shape) if not isinstance(val(user), (tuple, list)) else list(val(node).shape)
+        if self.lifted[user].rule.role in (Role.VIEW, Role.REDUCTION):
+            shape = list(val(node).shape)
+        while node.target is torch.ops.aten.expand.default and isinstance(node.args[0], fx.Node):
+            node = node.args[0]  # read the tensor itself: its index says which rows repeat
+        of_tile = self.lifted[user].kind is Kind.TILE or self.lifted[user].rule.role is Role.REDUCTION
+        read = self._read(node, shape, of_tile)
+        key = (read.node, read.kind, read.index)
+        if key not in self.operands:
+            prefix = {Kind.TILE: "x", Kind.ROW: "r", Kind.COL: "w", Kind.SCALAR: "a"}[read.kind]
+            name = f"{prefix}{sum(o.kind is read.kind for o in self.operands.values())}"
+            self.operands[key] = Operand(name, read.kind, val(node).dtype, read.index)
+            self.kinds[name] = read.kind
+            self.reads[name] = read
+        return self.operands[key].name
+
+    def _read(self, node: fx.Node, shape: list[Any], of_tile: bool) -> Read:
+        """How `node`, broadcast to `shape` (that of a tile, or of a row-valued node), is indexed by row and column."""
+        own = list(val(node).shape)
+        if of_tile and _same_shape(own, shape) and same_size(math.prod(shape[:-1]), self.space.rows):
+            return self._read_full_tile(node, shape[:-1])
+        if all(same_size(d, 1) for d in own):
+            return Read(node, Kind.SCALAR, (), False)
+        lead = shape[:-1] if of_tile else shape
+        pad = len(shape) - len(own)
+        own_lead = own[:-1] if of_tile else own
+        varies = of_tile and same_size(own[-1], self.space.cols)
+        if of_tile and not varies and not same_size(own[-1], 1):
+            raise Unsupported(f"{node.name} has last dimension {own[-1]}, expected {self.space.cols} or 1")
+        if all(same_size(d, 1) for d in own_lead):
+            return Read(node, Kind.COL, (), False)
+        kind = Kind.TILE if varies else Kind.ROW
+        full = all(same_size(d, 1) for d in lead[:pad])
+        full = full and all(same_size(a, b) for a, b in zip(own_lead, lead[pad:], strict=True))
+        if full and collapses(val(node), drop_last=of_tile):
+            return Read(node, kind, ("row",), True, tuple(lead))
+        index = self._indices(own_lead, lead[pad:], lead[:pad])
+        if kind is Kind.ROW and of_tile:
+            index = (*index, "0")
+        return Read(node, kind, index, False, tuple(lead))
+
+    def _read_full_tile(self, node: fx.Node, lead: list[Any]) -> Read:
+        if collapses(val(node)):
+            return Read(node, Kind.TILE, ("row",), True, tuple(lead))
+        return Read(node, Kind.TILE, self._indices(lead, lead, []), False, tuple(lead))
+
+    def _indices(self, own: list[Any], shape: list[Any], outer: list[Any]) -> tuple[str, ...]:
+        result = []
+        for i, (size, full) in enumerate(zip(own, shape, strict=True)):
+            if same_size(size, 1):
+                result.append("0")
+                continue
+            if not same_size(size, full):
+                raise Unsupported(f"cannot tell how size {size} broadcasts to {full}")
+            inner = [s for s in shape[i + 1 :] if not same_size(s, 1)]
+            text = "row" + (f" // {self._product(inner)}" if inner else "")
+            outermost = all(same_size(s, 1) for s in [*outer, *shape[:i]])
+            result.append(text if outermost else f"{text} % {self._product([full])}")
+        return tuple(result)
+
+    def _product(self, factors: list[Any]) -> str:
+        number = 1
+        names = []
+        for f in factors:
+            if isinstance(f, int):
+                number *= max(f, 1)  # without rows, no index is ever taken
+            else:
+                names.append(self._size_name(f))
+        return "*".join([*names, *([str(number)] if number != 1 or not names else [])])
+
+    def _size_name(self, size: Any) -> str:
+        for name, known in self.sizes.items():
+            if size_text(known) == size_text(size):
+                return name
+        name = f"n{len(self.sizes)}"
+        self.sizes[name] = size
+        return name
+
+
+def collapses(tensor: torch.Tensor, *, drop_last: bool = True) -> bool:
+    """Whether all leading dimensions can be seen as one, without a copy."""
+    if same_size(tensor.numel(), 0):
+        return True
+    dims = [
+        (size, stride)
+        for size, stride in list(zip(tensor.shape, tensor.stride(), strict=True))[: -1 if drop_last else None]
+        if not same_size(size, 1)
+    ]
+    return all(same_size(outer[1], inner[0] * inner[1]) for outer, inner in pairwise(dims))
+
+
+def _same_shape(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _rename(s: Statement, names: dict[str, str]) -> Statement:
+    return replace(s, name=names[s.name], args=tuple(names[a] if isinstance(a, str) else a for a in s.args))
+
+
+def _rename_value(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_rename_value(v, names) for v in value)
+    return names.get(value)

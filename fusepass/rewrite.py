@@ -1,0 +1,151 @@
+"""Stage 6, rewrite: one planned region becomes a kernel call; nothing else about the graph changes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._torch_compat import detect_fake_mode, size_text, stable_topological_sort
+from .errors import FusepassError
+from .lift import val
+from .lower import KernelCall, lower
+from .plan import PlannedRegion
+from .regions import Read
+from .row_program import Kind
+
+aten = torch.ops.aten
+
+_PROVENANCE = (
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "stack_trace",
+    "source_fn_stack",
+    "original_aten",
+    "from_node",
+    "seq_nr",
+)
+
+
+class UnknownSize(FusepassError):
+    """A symbolic size is not held by any node of the graph."""
+
+
+class Rewriter:
+    """Rewrites the regions of one graph, one after the other; later ones read what earlier ones wrote."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.replaced: dict[fx.Node, fx.Node] = {}
+
+    def rewrite(self, planned: PlannedRegion) -> fx.Node:
+        """Replace the region by a kernel call; return the node that runs it. The graph is unchanged if this raises."""
+        edit = _Edit(self.graph, planned, self.replaced)
+        try:
+            results = edit.append_call()
+        except BaseException:
+            edit.undo()
+            raise
+        for old, new in zip(planned.region.writes, results, strict=True):
+            old.replace_all_uses_with(new)
+            self.replaced[old] = new
+        for node in reversed(planned.region.nodes):
+            if not node.users:
+                self.graph.erase_node(node)
+        return edit.kernel
+
+    def finish(self) -> None:
+        """Put the graph back into topological order (a kernel's users may stand before its last input) and check it."""
+        if self.replaced:
+            stable_topological_sort(self.graph)
+            self.graph.lint()
+
+
+class _Edit:
+    """The nodes added for one region."""
+
+    def __init__(self, graph: fx.Graph, planned: PlannedRegion, replaced: dict[fx.Node, fx.Node]) -> None:
+        self.graph = graph
+        self.reads = [(r, replaced.get(r.node, r.node)) for r in planned.region.reads]
+        self.planned = planned
+        self.region = planned.region
+        self.members = frozenset(self.region.nodes)
+        self.fake_mode = detect_fake_mode([val(self.region.tile)])
+        self.added: list[fx.Node] = []
+        self.kernel: fx.Node
+        self.meta = {k: v for k, v in planned.verdicts[0].node.meta.items() if k in _PROVENANCE}
+
+    def append_call(self) -> list[fx.Node]:
+        region = self.region
+        self.point = self._last_input()
+        rows = self.size(region.space.rows)
+        ins = [self._operand(read, node) for read, node in self.reads]
+        sizes = [self.size(s) for s in region.sizes.values()]
+        outs = lower(self.call, KernelCall(region.program, rows, ins, sizes, self.planned.device))
+        self.kernel = outs[0].args[0]  # type: ignore[assignment]
+        self.kernel.meta["fusepass"] = region.program.digest
+        return [self._as_before(new, old) for new, old in zip(outs, region.writes, strict=True)]
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_after(self.point):
+            node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), val)
+        with self.fake_mode:  # type: ignore[union-attr]
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        node.meta.update(self.meta)
+        self.added.append(node)
+        self.point = node
+        return node
+
+    def undo(self) -> None:
+        for node in reversed(self.added):
+            self.graph.erase_node(node)
+
+    def _last_input(self) -> fx.Node:
+        inputs = {node for _, node in self.reads}
+        return next(n for n in reversed(self.graph.nodes) if n in inputs or n.op == "placeholder")
+
+    def _operand(self, read: Read, node: fx.Node) -> fx.Node:
+        shape = [-1, self.region.space.cols] if read.kind is Kind.TILE else [-1]
+        if not read.flatten or val(node).ndim == len(shape):
+            return node
+        return self.call(aten.reshape.default, node, shape)
+
+    def _as_before(self, new: fx.Node, old: fx.Node) -> fx.Node:
+        """`new` in the shape of the node that it replaces."""
+        shape = list(val(old).shape)
+        if val(new).ndim != len(shape) or any(
+            size_text(a) != size_text(b) for a, b in zip(val(new).shape, shape, strict=True)
+        ):
+            new = self.call(aten.reshape.default, new, [self.size(d) for d in shape])
+        if val(new).dtype is not val(old).dtype or val(new).device != val(old).device:
+            raise FusepassError(f"{old.name}: expected {val(old).dtype} on {val(old).device}, got {val(new).dtype}")
+        return new
+
+    def size(self, size: Any) -> Any:
+        """An int, or a node of the graph that holds this SymInt."""
+        if isinstance(size, int):
+            return size
+        text = size_text(size)
+        for node in self.graph.nodes:
+            if isinstance(val(node), torch.SymInt) and size_text(val(node)) == text and node not in self.members:
+                return node
+        for _, source in self.reads:
+            for i, d in enumerate(val(source).shape):
+                if size_text(d) == text:
+                    return self.call(aten.sym_size.int, source, i)
+        factors = list(val(self.region.tile).shape[:-1])
+        if len(factors) < 2 or text != size_text(self.region.space.rows):
+            raise UnknownSize(f"no node of the graph holds the size {text}")
+        product = self.size(factors[0])
+        for d in factors[1:]:
+            product = self.call(operator.mul, product, self.size(d))
+        return product
+
+
+def fused_nodes(graph: fx.Graph) -> Sequence[fx.Node]:
+    """The nodes of a graph that run a fused kernel."""
+    return [n for n in graph.nodes if "fusepass" in n.meta]

@@ -1,0 +1,217 @@
+"""Stage 5, validate: a lifted program against the nodes it was lifted from, in FP64, before it may replace them.
+
+The nodes run as ATen, one by one, on small random inputs: the columns as they are, the rows shrunk to a few. Casts are
+left out on both sides, so any difference beyond FP64 rounding is a mistake in the lift. Row-index expressions are
+checked apart, at the true row shape. Each distinct structure is checked once per process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._torch_compat import no_dispatch_modes, same_size, size_text
+from .kernels.reference import evaluate, row_indices
+from .lift import VIEWS, Lifted, Role, val
+from .regions import Read, Region
+from .row_program import Kind, Operand, RowProgram
+from .verdict import Reason, Rejection
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+RELATIVE_TOLERANCE = 1e-8
+_CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+_checked: dict[tuple[str, str], Rejection | None] = {}
+
+
+def validate(region: Region, lifted: dict[fx.Node, Lifted]) -> Rejection | None:
+    """None where the program and the nodes agree; otherwise the rejection, with the first value that differs."""
+    key = (str(region.program), _structure(region))
+    if key not in _checked:
+        with no_dispatch_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            _checked[key] = _check_indices(region) or _check_values(region, lifted)
+    return _checked[key]
+
+
+def _structure(region: Region) -> str:
+    """The region's nodes as text, without their names: equal text means equal computation."""
+    number = {n: f"%{i}" for i, n in enumerate(region.nodes)}
+    lines = []
+    for node in region.nodes:
+        for source in node.all_input_nodes:
+            number.setdefault(source, f"?{len(number)}")
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: number[n])
+        tensors = val(node) if isinstance(val(node), (tuple, list)) else [val(node)]
+        shapes = [[size_text(d) for d in t.shape] for t in tensors]
+        inputs = [
+            [size_text(d) for d in val(i).shape] for i in node.all_input_nodes if isinstance(val(i), torch.Tensor)
+        ]
+        lines.append(f"{node.target} {args} {shapes} {inputs}")
+    return "\n".join(lines)
+
+
+# --- row indices
+
+
+def _check_indices(region: Region) -> Rejection | None:
+    for operand, read in zip(region.program.operands, region.reads, strict=True):
+        if read.flatten or operand.kind in (Kind.COL, Kind.SCALAR):
+            continue
+        if not _index_is_right(read, operand, region):
+            detail = f"rows {operand.index} of {read.node.name} are not those that the graph broadcasts"
+            return Rejection(Reason.VALIDATION_FAILED, detail)
+    return None
+
+
+def _index_is_right(read: Read, operand: Operand, region: Region) -> bool:
+    """Compare the row-index expressions with torch's own broadcasting of the tensor to the region's rows."""
+    stand_in: dict[str, int] = {}
+    rows = [_concrete(d, stand_in) for d in read.rows]
+    sizes = {name: _concrete(size, stand_in) for name, size in region.sizes.items()}
+    own = list(val(read.node).shape)
+    lead = own[:-1] if operand.kind is Kind.TILE or len(own) > len(rows) else own
+    shape = [1 if same_size(d, 1) else r for d, r in zip(lead, rows[len(rows) - len(lead) :], strict=True)]
+    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    index = row_indices(operand.index, math.prod(rows), sizes, torch.device("cpu"))
+    return bool(torch.equal(numbers[index[: len(shape)]], numbers.expand(rows).reshape(-1)))
+
+
+def _concrete(size: Any, stand_in: dict[str, int]) -> int:
+    if isinstance(size, int):
+        return size
+    return stand_in.setdefault(size_text(size), 3 + 2 * len(stand_in))
+
+
+# --- values
+
+
+class _Shrunk:
+    """Small shapes in place of the graph's: each factor of the row shape becomes 2 or 3, the columns stay."""
+
+    def __init__(self, region: Region, lifted: dict[fx.Node, Lifted]) -> None:
+        tiles = [val(n) for n in region.nodes if lifted[n].kind is Kind.TILE and isinstance(val(n), torch.Tensor)]
+        tiles = [t for t in tiles if same_size(math.prod(t.shape[:-1]), region.space.rows)] or [val(region.tile)]
+        finest = max(tiles, key=lambda t: sum(not same_size(d, 1) for d in t.shape[:-1]))
+        self.atoms = [d for d in finest.shape[:-1] if not same_size(d, 1)]
+        self.small = [2 + i % 2 for i in range(len(self.atoms))]
+        self.rows = math.prod(self.small)
+
+    def dims(self, shape: Sequence[Any]) -> list[int]:
+        """The small counterpart of the row part of a shape. Raises ValueError where it is no grouping of the atoms."""
+        result, at = [], 0
+        for d in shape:
+            size, small = 1, 1
+            while not same_size(size, d):
+                if at == len(self.atoms):
+                    raise ValueError(f"rows {tuple(shape)} do not follow from {tuple(self.atoms)}")
+                size, small, at = size * self.atoms[at], small * self.small[at], at + 1
+            result.append(small)
+        return result
+
+    def aligned(self, own: Sequence[Any], user: Sequence[Any], small_user: Sequence[int]) -> list[int]:
+        """The small counterpart of a shape that broadcasts to `user`."""
+        pad = len(user) - len(own)
+        return [1 if same_size(d, 1) else small_user[pad + i] for i, d in enumerate(own)]
+
+
+def _check_values(region: Region, lifted: dict[fx.Node, Lifted]) -> Rejection | None:
+    try:
+        inputs, results = _run_nodes(region, lifted)
+    except ValueError as e:
+        return Rejection(Reason.VALIDATION_FAILED, f"the nodes cannot be run on small inputs: {e}")
+    rows = math.prod(_Shrunk(region, lifted).small)
+    program = _flat(region.program)
+    ins = [_flat_input(inputs[r.node], r, region, lifted) for r in region.reads]
+    outputs = evaluate(program, rows, ins, fp64=True)
+    for node, ours in zip(region.writes, outputs, strict=True):
+        theirs = results[node].reshape(ours.shape)
+        scale = float(theirs.abs().nan_to_num(0, 0, 0).amax()) if theirs.numel() else 0.0
+        if not torch.allclose(ours, theirs, rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * scale, equal_nan=True):
+            worst = float((ours - theirs).abs().nan_to_num(math.inf).amax())
+            return Rejection(
+                Reason.VALIDATION_FAILED, f"the program's {node.name} differs from the graph's by {worst:.3g}"
+            )
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _flat(program: RowProgram) -> RowProgram:
+    """The program with every row operand read as (rows, cols) or (rows,): index expressions are checked apart."""
+    operands = tuple(Operand(o.name, o.kind, o.dtype, ("row",) if o.index else ()) for o in program.operands)
+    return RowProgram(program.cols, operands, program.statements, program.outputs)
+
+
+def _flat_input(small: torch.Tensor, read: Read, region: Region, lifted: dict[fx.Node, Lifted]) -> torch.Tensor:
+    if read.kind in (Kind.COL, Kind.SCALAR):
+        return small
+    lead = _Shrunk(region, lifted).dims(read.rows)
+    if read.kind is Kind.TILE:
+        return small.expand(*lead, region.space.cols).reshape(-1, region.space.cols)
+    if small.ndim > len(lead) or not same_size(val(read.node).shape[-1], read.rows[-1]):
+        small = small.reshape(small.shape[:-1]) if small.shape[-1] == 1 else small
+    return small.expand(*lead).reshape(-1)
+
+
+def _run_nodes(region: Region, lifted: dict[fx.Node, Lifted]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
+    """Run the region's nodes in FP64 on small random inputs: (the inputs, every node's value)."""
+    shrunk = _Shrunk(region, lifted)
+    generator = torch.Generator().manual_seed(0)
+    values: dict[fx.Node, Any] = {}
+    for node in region.nodes:
+        for source in node.all_input_nodes:
+            if source not in values:
+                _make_input(source, node, values, shrunk, region, lifted, generator)
+        args: Any = fx.node.map_arg(node.args, lambda n: values[n])
+        if node.target in _CASTS:
+            values[node] = args[0]
+        elif node.target in VIEWS:
+            shape = _small_shape(node, shrunk, region, lifted)
+            values[node] = args[0].reshape(shape) if args[0].numel() == math.prod(shape) else args[0].expand(shape)
+        else:
+            assert callable(node.target)
+            values[node] = node.target(*args, **node.kwargs)
+    return values, values
+
+
+def _small_shape(node: fx.Node, shrunk: _Shrunk, region: Region, lifted: dict[fx.Node, Lifted]) -> list[int]:
+    tensor = val(node)[0] if isinstance(val(node), (tuple, list)) else val(node)
+    shape = list(tensor.shape)
+    if not same_size(math.prod(shape[:-1]), region.space.rows) and not same_size(tensor.numel(), region.space.rows):
+        return shape  # a per-column value
+    if lifted[node].kind is Kind.TILE and lifted[node].rule.role is not Role.REDUCTION:
+        return [*shrunk.dims(shape[:-1]), shape[-1]]
+    return shrunk.dims(shape)
+
+
+def _make_input(
+    source: fx.Node,
+    user: fx.Node,
+    values: dict[fx.Node, Any],
+    shrunk: _Shrunk,
+    region: Region,
+    lifted: dict[fx.Node, Lifted],
+    generator: torch.Generator,
+) -> None:
+    own = list(val(source).shape)
+    if lifted[user].rule.role in (Role.VIEW, Role.REDUCTION):
+        of_tile = lifted[user].kind is Kind.TILE or lifted[user].rule.role is Role.REDUCTION
+        shape = [*shrunk.dims(own[:-1]), own[-1]] if of_tile else shrunk.dims(own)
+    else:
+        full = list(val(user).shape)
+        shape = shrunk.aligned(own, full, _small_shape(user, shrunk, region, lifted))
+    base = source
+    while base.target is aten.expand.default and isinstance(base.args[0], fx.Node):
+        base = base.args[0]
+    base_shape = shrunk.aligned(list(val(base).shape), own, shape) if base is not source else shape
+    if all(d == 1 for d in base_shape):
+        tensor = torch.rand(base_shape, generator=generator, dtype=torch.float64) + 0.5
+    else:
+        tensor = torch.randn(base_shape, generator=generator, dtype=torch.float64)
+    values[base] = tensor
+    values[source] = tensor.expand(shape)

@@ -1,0 +1,154 @@
+"""What looks like a residual-add + norm and is none stays as it is, with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusepass.patterns import PATTERNS
+from fusepass.verdict import Reason
+from tests.graph.capture import fuse
+
+D = 8
+
+
+def _inputs(*shape: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=g), torch.randn(*shape, generator=g)
+
+
+NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Reason]] = {
+    "layer norm over the wrong dimension": (
+        lambda x, r: (
+            (x + r - (x + r).mean(1, keepdim=True)) * torch.rsqrt((x + r).var(1, correction=0, keepdim=True) + 1e-5)
+        ),
+        Reason.NOT_LAST_DIM,
+    ),
+    "rms norm over the wrong dimension": (
+        lambda x, r: (x + r) * torch.rsqrt((x + r).pow(2).mean(1, keepdim=True) + 1e-6),
+        Reason.NOT_LAST_DIM,
+    ),
+    "layer norm over two dimensions": (lambda x, r: F.layer_norm(x + r, (x.shape[1], D)), Reason.NOT_LAST_DIM),
+    "rms norm with a wrong divisor": (
+        lambda x, r: (x + r) * torch.rsqrt((x + r).pow(2).sum(-1, keepdim=True) / (D - 1) + 1e-6),
+        Reason.WRONG_DIVISOR,
+    ),
+    "layer norm with a wrong divisor": (
+        lambda x, r: _centred(x + r) * torch.rsqrt(_centred(x + r).pow(2).sum(-1, keepdim=True) / 100 + 1e-6),
+        Reason.WRONG_DIVISOR,
+    ),
+    "unbiased variance": (
+        lambda x, r: _centred(x + r) * torch.rsqrt((x + r).var(-1, keepdim=True) + 1e-5),
+        Reason.UNBIASED_VARIANCE,
+    ),
+    "unbiased std, eps outside the root": (
+        lambda x, r: _centred(x + r) / ((x + r).std(-1, keepdim=True) + 1e-5),
+        Reason.UNBIASED_VARIANCE,
+    ),
+    "eps outside the root": (
+        lambda x, r: _centred(x + r) / ((x + r).std(-1, correction=0, keepdim=True) + 1e-5),
+        Reason.EPS_OUTSIDE_ROOT,
+    ),
+    "rms norm with eps outside the root": (
+        lambda x, r: (x + r) / ((x + r).pow(2).mean(-1, keepdim=True).sqrt() + 1e-6),
+        Reason.EPS_OUTSIDE_ROOT,
+    ),
+    "the mean is not subtracted": (
+        lambda x, r: (x + r) * torch.rsqrt((x + r).var(-1, correction=0, keepdim=True) + 1e-5),
+        Reason.MISMATCHED_MEAN,
+    ),
+    "the mean is subtracted once": (
+        lambda x, r: _centred(x + r) * torch.rsqrt((x + r).pow(2).mean(-1, keepdim=True) + 1e-5),
+        Reason.MISMATCHED_MEAN,
+    ),
+    "no residual": (lambda x, r: F.layer_norm(x, (D,)), Reason.NO_RESIDUAL),
+    "a bias is no residual": (lambda x, r: F.layer_norm(x + r[0, 0], (D,)), Reason.NO_RESIDUAL),
+    "a gate is no residual": (lambda x, r: F.rms_norm(x * r, (D,)), Reason.NO_RESIDUAL),
+    "a difference is no residual": (lambda x, r: F.rms_norm(x - r, (D,)), Reason.NO_RESIDUAL),
+    "the sum is sorted before the norm": (lambda x, r: F.rms_norm((x + r).sort(-1).values, (D,)), Reason.NO_RESIDUAL),
+    "a permuted sum": (lambda x, r: F.rms_norm((x + r).transpose(0, 1), (D,)), Reason.SUM_OUTSIDE_REGION),
+}
+
+
+def _centred(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_left_alone_with_its_reason(name: str) -> None:
+    fn, reason = NEAR_MISSES[name]
+    args = _inputs(D, D, D)
+    with torch.no_grad():
+        captured = fuse(fn, *args)
+        assert captured.kernels == []
+        assert captured.ops("before") == captured.ops("after")
+        assert set(captured.reasons) == {str(reason)}
+        assert all(s.detail for s in captured.sites)
+        torch.testing.assert_close(captured.result, fn(*args))
+
+
+@pytest.mark.parametrize(
+    "fn", [torch.softmax, torch.log_softmax, torch.nn.functional.normalize], ids=lambda f: f.__name__
+)
+def test_other_reductions_are_no_norms(fn: Callable[..., Tensor]) -> None:
+    with torch.no_grad():
+        captured = fuse(lambda x, r: fn(x + r, dim=-1), *_inputs(2, 3, D))
+    assert captured.kernels == [] and captured.sites == []
+    assert str(Reason.NOT_A_NORM) in {str(u.reason) for r in captured.reports for u in r.untouched}
+
+
+def test_a_sum_without_a_norm() -> None:
+    with torch.no_grad():
+        captured = fuse(lambda x, r: (x + r).relu(), *_inputs(2, 3, D))
+    assert captured.kernels == [] and captured.sites == []
+    assert [str(u.reason) for r in captured.reports for u in r.untouched] == [str(Reason.NO_NORM)]
+
+
+def test_a_column_count_that_is_symbolic() -> None:
+    def site(x: Tensor, r: Tensor) -> Tensor:
+        s = x + r
+        return s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    with torch.no_grad():
+        captured = fuse(site, *_inputs(3, 5), dynamic=True)
+    assert captured.kernels == [] and captured.reasons == [str(Reason.SYMBOLIC_COLUMNS)]
+
+
+def test_more_columns_than_a_kernel_takes() -> None:
+    with torch.no_grad():
+        captured = fuse(lambda x, r: F.rms_norm(x + r, (131_073,)), *_inputs(1, 131_073))
+    assert captured.kernels == [] and captured.reasons == [str(Reason.TOO_MANY_COLUMNS)]
+
+
+@pytest.mark.parametrize("make", [torch.nn.BatchNorm1d, lambda d: torch.nn.GroupNorm(2, d), torch.nn.InstanceNorm1d])
+def test_norms_over_channels(make: Callable[[int], torch.nn.Module]) -> None:
+    norm = make(D).train()
+    with torch.no_grad():
+        captured = fuse(lambda x, r: norm(x + r), *_inputs(2, D, D))
+    assert captured.kernels == []
+    assert set(captured.reasons) <= {str(Reason.NOT_LAST_DIM), str(Reason.NO_RESIDUAL)}
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [case for p in PATTERNS for case in p.near_misses],
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
+def test_near_misses_that_stand_beside_the_patterns(fn: Callable[[Tensor, Tensor], Tensor], reason: Reason) -> None:
+    with torch.no_grad():
+        captured = fuse(lambda x, r: fn(x + r, torch.tensor(1e-5)), *_inputs(2, 3, D))
+    assert captured.kernels == [] and captured.reasons == [str(reason)]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_pattern_matches_its_own_function(pattern: object, dtype: torch.dtype) -> None:
+    eps = torch.tensor(1e-5, dtype=dtype)
+    with torch.no_grad():
+        captured = fuse(lambda x, r: pattern.fn(x + r, eps), *(t.to(dtype) for t in _inputs(2, 3, D)))  # type: ignore[attr-defined]
+    assert [s.norm for s in captured.sites if s.fused] == [pattern.name]  # type: ignore[attr-defined]
+    assert len(captured.kernels) == 1

@@ -1,0 +1,107 @@
+"""Row programs of residual add + norm, in the spellings that graphs give, for the kernel tests."""
+
+from __future__ import annotations
+
+
+def norm_program(
+    norm: str,
+    cols: int,
+    dtype: str,
+    *,
+    residual_index: str = "row",
+    alpha: float | None = None,
+    bias: bool = False,
+    weight: str | None = "same",
+    eps: float = 1e-5,
+    save_stats: bool = False,
+    sizes: str = "",
+) -> str:
+    """The text of `norm(alpha * x + bias + residual) * weight (+ beta)`, whose sum is an output too.
+
+    Args:
+        norm: "layer_norm" or "rms_norm".
+        cols: number of columns.
+        dtype: of the tiles; the arithmetic between the sum and the norm's output is in FP32 (FP64 for f64).
+        residual_index: the row index of the residual.
+        alpha: DeepNorm's factor on x, rounded to `dtype` before it is added.
+        bias: add a per-column vector to x first.
+        weight: dtype of the norm's weight, "same" as the tiles', or None for a norm without weights.
+        eps: the norm's epsilon.
+        save_stats: the row statistics are outputs, as in a graph whose backward will need them.
+        sizes: names of the sizes that `residual_index` uses.
+    """
+    wide = "f64" if dtype == "f64" else "f32"
+    weight_dtype = dtype if weight == "same" else weight
+    layer_norm = norm == "layer_norm"
+    lines = [f"row_program cols={cols}" + (f" sizes={sizes}" if sizes else "")]
+    lines += [f"in x: tile {dtype} [row]", f"in r: tile {dtype} [{residual_index}]"]
+    lines += [f"in b: col {dtype}"] if bias else []
+    lines += [f"in w: col {weight_dtype}"] if weight_dtype else []
+    lines += [f"in beta: col {weight_dtype}"] if weight_dtype and layer_norm else []
+    x = "x"
+    if bias:
+        lines.append(f"xb: tile {dtype} = add({x}, b)")
+        x = "xb"
+    if alpha is not None:
+        lines.append(f"xa: tile {dtype} = mul({x}, {alpha!r})")
+        x = "xa"
+    lines.append(f"s: tile {dtype} = add({x}, r)")
+    centred = "s"
+    if layer_norm:
+        lines += [f"mean: row {wide} = row_mean(s)", f"d: tile {wide} = sub(s, mean)"]
+        centred = "d"
+    lines += [
+        f"q: tile {wide} = mul({centred}, {centred})",
+        f"var: row {wide} = row_mean(q)",
+        f"ve: row {wide} = add(var, {eps!r})",
+        f"rstd: row {wide} = rsqrt(ve)",
+        f"n: tile {wide} = mul({centred}, rstd)",
+    ]
+    y = "n"
+    if weight_dtype:
+        lines.append(f"nw: tile {wide} = mul(n, w)")
+        y = "nw"
+        if layer_norm:
+            lines.append(f"nwb: tile {wide} = add(nw, beta)")
+            y = "nwb"
+    if dtype != wide:
+        lines.append(f"y: tile {dtype} = cast({y})")
+        y = "y"
+    lines += ["out s [row]", f"out {y} [row]"]
+    if save_stats:
+        lines += ["out mean [row]"] * layer_norm + ["out rstd [row]"]
+    return "\n".join(lines)
+
+
+POINTWISE_PROGRAM = """row_program cols={cols}
+in x: tile {dtype} [row]
+in g: row f32 [row]
+in t: scalar f32
+in c: col f32
+cc: col f32 = mul(c, 0.5)
+ct: col f32 = add(cc, t)
+a: tile f32 = tanh(x)
+b: tile f32 = sigmoid(a)
+e: tile f32 = exp(b)
+f: tile f32 = erf(e)
+h: tile f32 = div(f, 3.0)
+i: tile f32 = abs(x)
+j: tile f32 = sqrt(i)
+k: tile f32 = relu(x)
+l: tile f32 = maximum(j, k)
+m: tile f32 = minimum(l, ct)
+n: tile f32 = fma(m, g, h)
+o: tile f32 = neg(n)
+big: row f32 = row_max(o)
+small: row f32 = row_min(o)
+total: row f32 = row_sum(o)
+span: row f32 = sub(big, small)
+p: tile f32 = sub(o, big)
+rr: row f32 = reciprocal(span)
+u: tile f32 = mul(p, rr)
+v: tile {dtype} = add(u, total)
+out v [row]
+out big [row]
+out small [row]
+out g [row]
+"""
