@@ -84,7 +84,7 @@ class _Slot:
         self.extents = [_extent(expr, program.sizes) for expr in index]
 
     def fast(self, i: int) -> tuple[str, list[str]] | None:
-        """For tensor number `i`: a test that it is contiguous and fits, and then its arguments; None if there is none."""
+        """For tensor number `i`: a test that it is contiguous and fits, and then its arguments; None: there is none."""
         is_row_wise = self.kind in (Kind.TILE, Kind.ROW)
         if is_row_wise and (self.index != ("row",) or self.cols == 1):  # one column: the tensor might have no dimension
             return None

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from norm_programs import POINTWISE_PROGRAM, norm_program
-from tolerances import assert_close_to_fp64
 from torch._inductor import config as inductor_config
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 from fusepass.kernels import cpp_build, cpp_code, ops, reference
 from fusepass.row_program import Kind, parse
+from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
+from tests.tolerances import assert_close_to_fp64
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTABLE = 1  # Inductor's `cpp.simdlen` for no vector instructions: at::vec's own portable loops

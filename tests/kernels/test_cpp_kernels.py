@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from norm_programs import POINTWISE_PROGRAM, norm_program
-from tolerances import assert_close_to_fp64, assert_same_within_roundings
 
 from fusepass.errors import KernelError
 from fusepass.kernels import cpp_code, ops, reference
 from fusepass.row_ops import ROW_REDUCTIONS
 from fusepass.row_program import DTYPES, Kind, RowProgram, parse
+from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
+from tests.tolerances import assert_close_to_fp64, assert_same_within_roundings
 
 COLS = (1, 2, 3, 17, 127, 128, 255, 768, 1000, 1024, 4096, 5120, 8192, 16384, 65536)
 ROWS = (0, 1, 2, 7, 64)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from norm_programs import POINTWISE_PROGRAM, norm_program
 
 from fusepass.errors import ProgramError
 from fusepass.kernels import reference
 from fusepass.row_ops import COL_REDUCTIONS, POINTWISE, ROW_REDUCTIONS
 from fusepass.row_program import DTYPES, MAX_COLS, Kind, Operand, Output, RowProgram, Statement, compute_dtype, parse
+from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
 
 GOOD = """row_program cols=4 sizes=n0
 in x: tile bf16 [row]

@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
-from norm_programs import POINTWISE_PROGRAM, norm_program
 
 from fusepass.kernels import audit, triton_code
 from fusepass.kernels.schedule import Schedule, choose
 from fusepass.row_program import parse
+from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
 
 COLS = (1, 2, 3, 17, 127, 128, 255, 768, 1000, 1024, 4096, 5120, 8192, 16384, 65536)
 MORE_COLS = (63, 511, 1023, 2047, 3001, 8191, 12345, 16383, 32768, 100001, 131072)

@@ -12,13 +12,13 @@ import subprocess
 import sys
 
 import pytest
-from norm_programs import POINTWISE_PROGRAM, norm_program
-from triton_harness import ROOT, Case, run_cases
 
 from fusepass.errors import ProgramError
 from fusepass.kernels import schedule as schedules
 from fusepass.kernels import triton_code
 from fusepass.row_program import parse
+from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
+from tests.kernels.triton_harness import ROOT, Case, run_cases
 
 COLS = (1, 2, 3, 17, 127, 128, 255, 768, 1000, 1024, 4096, 5120, 8192, 16384, 65536)
 ROWS = (0, 1, 2, 7, 64)
