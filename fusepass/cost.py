@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .regions import Region
+from .lift import val
+from .regions import Read, Region
 from .row_program import Kind, RowProgram, Statement
 
 _GPU_PERSISTENT_COLS = 1024
@@ -26,10 +27,18 @@ class Traffic:
 def traffic(region: Region, device_type: str) -> Traffic:
     """The traffic of one region on one kind of device."""
     p = region.program
-    reads = sum(o.kind is Kind.TILE and "row" in o.index for o in p.operands)
+    reads = sum(_part(r, region) for r in region.reads if r.kind is Kind.TILE)
     writes = sum(p.values[o.value].kind is Kind.TILE for o in p.outputs)
     reloads = device_type == "cpu" or p.cols > _GPU_PERSISTENT_COLS
     return Traffic(reads + writes, reads + writes + (_stored_then_reduced(p) if reloads else 0))
+
+
+def _part(read: Read, region: Region) -> float:
+    """How much of a tile an operand is: less than one where it repeats over some of the rows."""
+    size, rows = val(read.node).numel(), region.space.rows
+    if isinstance(size, int) and isinstance(rows, int) and rows:
+        return min(1.0, size / (rows * region.space.cols))
+    return 0.0 if "0" in read.index else 1.0
 
 
 def _stored_then_reduced(p: RowProgram) -> int:

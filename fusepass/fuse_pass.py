@@ -21,7 +21,7 @@ from .options import Options, resolve
 from .plan import Plan, PlannedRegion, Verdict, make_plan, unnormed_sums
 from .regions import Region, Unsupported, build_region, find_regions
 from .report import Site, Untouched
-from .rewrite import Rewriter
+from .rewrite import Rewriter, UnknownSize
 from .validate import validate
 from .verdict import Reason, Rejection
 
@@ -123,6 +123,8 @@ class FusePass(CustomGraphPass):
     def _rewrite(self, rewriter: Rewriter, planned: PlannedRegion) -> Rejection | None:
         try:
             rewriter.rewrite(planned)
+        except UnknownSize as e:
+            return Rejection(Reason.SYMBOLIC_SHAPE, str(e))
         except Exception as e:
             return self._fault(f"rewriting {planned.verdicts[0].node.name}", e)
         return None

@@ -17,6 +17,7 @@ from torch import fx
 
 from ._torch_compat import auto_functionalized_v2
 from .kernels import ops
+from .kernels.cpp_code import overwritable
 from .row_program import Kind, RowProgram
 
 aten = torch.ops.aten
@@ -27,31 +28,41 @@ Call = Callable[..., fx.Node]
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One use of a row program in a graph. `rows` and `sizes` are ints or nodes that hold a SymInt."""
+    """One use of a row program in a graph.
+
+    `rows` and `sizes` are ints or nodes that hold a SymInt. `dying` numbers the operands whose memory is free
+    after the kernel: on a CPU an output is written over one of them where it can be, which spares a buffer and the
+    reading of its cache lines before they are written.
+    """
 
     program: RowProgram
     rows: Any
     ins: Sequence[fx.Node]
     sizes: Sequence[Any]
     device: torch.device
+    dying: frozenset[int] = frozenset()
 
 
 def lower(call: Call, kernel: KernelCall) -> list[fx.Node]:
     """Append the nodes that run `kernel`; return one node per output, of shape (rows, cols) or (rows,)."""
-    outs = [
-        call(aten.empty.memory_format, shape, dtype=dtype, device=kernel.device) for shape, dtype in _outputs(kernel)
-    ]
-    return (_lower_cpp if kernel.device.type == "cpu" else _lower_triton)(call, kernel, outs)
+    return (_lower_cpp if kernel.device.type == "cpu" else _lower_triton)(call, kernel)
 
 
-def _outputs(kernel: KernelCall) -> list[tuple[list[Any], torch.dtype]]:
+def _new_output(call: Call, kernel: KernelCall, number: int) -> fx.Node:
     p = kernel.program
-    shape = {Kind.TILE: [kernel.rows, p.cols], Kind.ROW: [kernel.rows], Kind.COL: [p.cols]}
-    return [(shape[p.values[o.value].kind], p.values[o.value].dtype) for o in p.outputs]
+    value = p.values[p.outputs[number].value]
+    shape = {Kind.TILE: [kernel.rows, p.cols], Kind.ROW: [kernel.rows], Kind.COL: [p.cols]}[value.kind]
+    return call(aten.empty.memory_format, shape, dtype=value.dtype, device=kernel.device)
 
 
-def _lower_cpp(call: Call, kernel: KernelCall, outs: list[fx.Node]) -> list[fx.Node]:
+def _lower_cpp(call: Call, kernel: KernelCall) -> list[fx.Node]:
     text = str(kernel.program)
+    outs: list[fx.Node] = []
+    free = set(kernel.dying)
+    for number, candidates in enumerate(overwritable(kernel.program)):
+        over = next((i for i in candidates if i in free), None)
+        free.discard(over)
+        outs.append(_new_output(call, kernel, number) if over is None else kernel.ins[over])
     ops.prefetch(text)
     fused = call(
         auto_functionalized_v2,
@@ -67,7 +78,8 @@ def _lower_cpp(call: Call, kernel: KernelCall, outs: list[fx.Node]) -> list[fx.N
     return [call(operator.getitem, fused, i + 1) for i in range(len(outs))]
 
 
-def _lower_triton(call: Call, kernel: KernelCall, outs: list[fx.Node]) -> list[fx.Node]:
+def _lower_triton(call: Call, kernel: KernelCall) -> list[fx.Node]:
     from .kernels import triton_launch
 
+    outs = [_new_output(call, kernel, i) for i in range(len(kernel.program.outputs))]
     return triton_launch.append_launch(call, kernel.program, kernel.rows, kernel.ins, kernel.sizes, outs)

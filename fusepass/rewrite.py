@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,11 +79,12 @@ class _Edit:
 
     def append_call(self) -> list[fx.Node]:
         region = self.region
-        self.point = self._last_input()
+        self.point = self.start = self._last_input()
         rows = self.size(region.space.rows)
         ins = [self._operand(read, node) for read, node in self.reads]
         sizes = [self.size(s) for s in region.sizes.values()]
-        outs = lower(self.call, KernelCall(region.program, rows, ins, sizes, self.planned.device))
+        dying = frozenset(i for i, (_, node) in enumerate(self.reads) if self._dies(node))
+        outs = lower(self.call, KernelCall(region.program, rows, ins, sizes, self.planned.device, dying))
         self.kernel = outs[0].args[0]  # type: ignore[assignment]
         self.kernel.meta["fusepass"] = region.program.digest
         return [self._as_before(new, old) for new, old in zip(outs, region.writes, strict=True)]
@@ -107,6 +107,16 @@ class _Edit:
     def _last_input(self) -> fx.Node:
         inputs = {node for _, node in self.reads}
         return next(n for n in reversed(self.graph.nodes) if n in inputs or n.op == "placeholder")
+
+    def _dies(self, node: fx.Node) -> bool:
+        """Whether nothing uses the memory of this operand after the kernel, and no other operand lies in it."""
+        if not val(node).is_contiguous():
+            return False
+        aliases = _aliases(node)
+        if any(n.op != "call_function" for n in aliases) or sum(other in aliases for _, other in self.reads) > 1:
+            return False
+        users = {u for n in aliases for u in n.users} - aliases - self.members - set(self.added)
+        return all(u.op != "output" and u < self.start for u in users)
 
     def _operand(self, read: Read, node: fx.Node) -> fx.Node:
         shape = [-1, self.region.space.cols] if read.kind is Kind.TILE else [-1]
@@ -146,6 +156,14 @@ class _Edit:
         return product
 
 
-def fused_nodes(graph: fx.Graph) -> Sequence[fx.Node]:
-    """The nodes of a graph that run a fused kernel."""
-    return [n for n in graph.nodes if "fusepass" in n.meta]
+def _aliases(node: fx.Node) -> set[fx.Node]:
+    """The nodes that share their memory with `node`, as far as views tell."""
+    storage = val(node).untyped_storage()._cdata
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if n not in found and isinstance(val(n), torch.Tensor) and val(n).untyped_storage()._cdata == storage:
+            found.add(n)
+            stack += [*n.all_input_nodes, *n.users]
+    return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Reason(enum.StrEnum):
-    """The value is what `explain` shows; the comment of each member is what the user can do about it."""
+    """The value is what `explain` shows."""
 
     # The norm has no residual sum in front of it: there is nothing to fuse.
     NO_RESIDUAL = "NO_RESIDUAL"
@@ -25,14 +25,9 @@ class Reason(enum.StrEnum):
     UNSUPPORTED_OP = "UNSUPPORTED_OP"
     UNSUPPORTED_DTYPE = "UNSUPPORTED_DTYPE"
     UNSUPPORTED_DEVICE = "UNSUPPORTED_DEVICE"
-    UNSUPPORTED_LAYOUT = "UNSUPPORTED_LAYOUT"
     SYMBOLIC_COLUMNS = "SYMBOLIC_COLUMNS"
     SYMBOLIC_SHAPE = "SYMBOLIC_SHAPE"
     TOO_MANY_COLUMNS = "TOO_MANY_COLUMNS"
-    # Plain Inductor is expected to be as good.
-    NOT_PROFITABLE = "NOT_PROFITABLE"
-    # The backward graph is left to Inductor.
-    BACKWARD = "BACKWARD"
     # Trust: the lifted program disagreed with the graph, or a stage of ours failed.
     VALIDATION_FAILED = "VALIDATION_FAILED"
     INTERNAL_ERROR = "INTERNAL_ERROR"

@@ -49,6 +49,25 @@ def argument_types(program: RowProgram) -> list[str]:
     return [type_ for type_, _ in _Writer(program).arguments]
 
 
+@cache
+def overwritable(program: RowProgram) -> tuple[tuple[int, ...], ...]:
+    """For each output, the numbers of the operands whose memory it may be written over.
+
+    Each loop reads a column of a row before it writes that column, so an output may take the place of an operand of its
+    own dtype and layout that no later loop reads again.
+    """
+    writer = _Writer(program)
+    last_read = {o.name: -1 for o in program.operands}
+    for loop in range(program.n_phases):
+        last_read |= dict.fromkeys(last_read.keys() & writer.computed_in(loop), loop)
+
+    def fits(out: Output, operand: Operand) -> bool:
+        tiles = writer.kind(out.value) is operand.kind is Kind.TILE and operand.index == out.index == ("row",)
+        return tiles and operand.dtype == writer.dtype(out.value) and last_read[operand.name] <= writer.phase[out.value]
+
+    return tuple(tuple(i for i, x in enumerate(program.operands) if fits(o, x)) for o in program.outputs)
+
+
 def n_strides(kind: Kind, index: tuple[str, ...]) -> int:
     """How many strides follow the pointer of an operand or output in the argument list."""
     return len(index) + (kind in (Kind.TILE, Kind.COL))

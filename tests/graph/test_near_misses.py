@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusepass import FusePass, rewrite
+from fusepass._torch_compat import isolated_trace
+from fusepass.fuse_pass import GraphReport
 from fusepass.patterns import PATTERNS
+from fusepass.rewrite import UnknownSize
 from fusepass.verdict import Reason
 from tests.graph.capture import fuse
 
@@ -122,6 +127,49 @@ def test_more_columns_than_a_kernel_takes() -> None:
     with torch.no_grad():
         captured = fuse(lambda x, r: F.rms_norm(x + r, (131_073,)), *_inputs(1, 131_073))
     assert captured.kernels == [] and captured.reasons == [str(Reason.TOO_MANY_COLUMNS)]
+
+
+def test_a_dtype_that_no_kernel_has() -> None:
+    def site(x: Tensor, r: Tensor) -> Tensor:
+        s = x + r
+        return s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    with torch.no_grad():
+        captured = fuse(site, *(t.to(torch.complex64) for t in _inputs(3, D)))
+    assert captured.kernels == [] and captured.reasons == [str(Reason.UNSUPPORTED_DTYPE)]
+    assert "complex64" in captured.sites[0].detail
+
+
+def test_a_device_that_no_kernel_runs_on() -> None:
+    x = torch.empty(2, 3, D, device="meta")
+    graph = isolated_trace(lambda x, r: (x + r) * ((x + r).square().mean(-1, keepdim=True) + 1e-6).rsqrt(), x, x)
+    reports: list[GraphReport] = []
+    FusePass({"fusepass.strict": True}, reports.append)(graph)
+    (site,) = reports[0].sites
+    assert (site.fused, site.reason) == (False, Reason.UNSUPPORTED_DEVICE) and "meta" in site.detail
+
+
+def test_a_row_statistic_that_is_normalised_again() -> None:
+    with torch.no_grad():
+        captured = fuse(lambda x, r: F.rms_norm(x.mean(-1) + r.mean(-1), (D,)), *_inputs(2, D, D))
+    assert captured.kernels == [] and captured.reasons == [str(Reason.UNSUPPORTED_OP)]
+
+
+def test_a_size_that_no_node_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(self: object, size: object) -> object:
+        raise UnknownSize("no node of the graph holds the size s0")
+
+    monkeypatch.setattr(rewrite._Edit, "size", unknown)
+    with torch.no_grad():
+        captured = fuse(lambda x, r: F.rms_norm(x + r, (D,)), *_inputs(2, 3, D))
+    assert captured.kernels == [] and captured.reasons == [str(Reason.SYMBOLIC_SHAPE)]
+    assert captured.ops("before") == captured.ops("after")
+
+
+def test_every_reason_is_produced_by_some_test() -> None:
+    tests = "".join(p.read_text() for p in pathlib.Path(__file__).parents[1].rglob("test_*.py"))
+    missing = [r.name for r in Reason if f"Reason.{r.name}" not in tests and f'"{r.name}"' not in tests]
+    assert missing == []
 
 
 @pytest.mark.parametrize("make", [torch.nn.BatchNorm1d, lambda d: torch.nn.GroupNorm(2, d), torch.nn.InstanceNorm1d])
