@@ -6,6 +6,7 @@ Tried on torch 2.13.0. pyproject.toml allows 2.11 to 2.15; where a name moved be
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "kernel_side_table",
     "mode_options",
     "no_dispatch_modes",
+    "reset_cudagraphs",
     "same_size",
     "size_text",
     "stable_topological_sort",
@@ -135,3 +137,9 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[st
     wrapper = torch._TorchCompileInductorWrapper(None, patches, None)
     wrapper.config["post_grad_custom_pre_pass"] = post_grad
     return wrapper(gm, example_inputs)
+
+
+def reset_cudagraphs() -> None:
+    """Drop Inductor's CUDA graph trees, where there are any."""
+    if trees := sys.modules.get("torch._inductor.cudagraph_trees"):
+        trees.reset_cudagraph_trees()

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._torch_compat import chain_passes, fresh_compile, inductor, inductor_config, mode_options, tree_leaves
+from ._torch_compat import (
+    chain_passes,
+    fresh_compile,
+    inductor,
+    inductor_config,
+    mode_options,
+    reset_cudagraphs,
+    tree_leaves,
+)
 from .fuse_pass import FusePass, GraphReport
 from .options import resolve
 from .report import Report
@@ -41,6 +49,10 @@ def fusepass(
     patches = {**mode_options(mode, None), **inductors}
     existing = patches.pop("post_grad_custom_pre_pass", None) or inductor_config.post_grad_custom_pre_pass
     return inductor(gm, example_inputs, patches, chain_passes(existing, FusePass(ours, listener)))
+
+
+# What `torch._dynamo.reset()` calls, as on Inductor's own backend.
+fusepass.reset = reset_cudagraphs  # type: ignore[attr-defined]
 
 
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:

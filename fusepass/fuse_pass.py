@@ -6,7 +6,7 @@ import hashlib
 import logging
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from torch import fx
 from . import provenance
 from ._torch_compat import CustomGraphPass
 from .errors import StrictError
+from .kernels.source import source
 from .lift import Lifted, lift, val
 from .options import Options, resolve
 from .plan import Plan, PlannedRegion, Verdict, make_plan, unnormed_sums
@@ -95,6 +96,7 @@ class FusePass(CustomGraphPass):
         rewriter.finish()
         sites += [_site(v, kind, None, None) for v in plan.others]
         self._dump(f"{kind}-after", graph)
+        self._dump_kernels(p for p, _ in checked)
         self._tell(kind, sites, plan, quiet)
 
     def _build_regions(
@@ -162,6 +164,15 @@ class FusePass(CustomGraphPass):
         folder.mkdir(parents=True, exist_ok=True)
         number = len(list(folder.glob(f"{name}-*.txt")))
         (folder / f"{name}-{number}.txt").write_text(f"{graph}\n")
+
+    def _dump_kernels(self, regions: Iterable[PlannedRegion]) -> None:
+        for planned in regions if self.options.dump else ():
+            if planned.fuse:
+                program = planned.region.program
+                suffix, text = source(program, planned.device.type)
+                path = pathlib.Path(self.options.dump) / f"fusepass_{program.digest}"
+                path.with_suffix(".txt").write_text(f"{program}\n")
+                path.with_suffix(suffix).write_text(text)
 
 
 def graph_kind(graph: fx.Graph) -> str:

@@ -84,7 +84,12 @@ OPTIONS: tuple[Option, ...] = (
         _one_of("auto", "always"),
     ),
     Option(
-        "dump", "", "a folder", "write each graph before and after, and each row program, to this folder", _path, False
+        "dump",
+        "",
+        "a folder",
+        "write each graph before and after, each row program and each kernel to this folder",
+        _path,
+        False,
     ),
 )
 _BY_NAME = {o.name: o for o in OPTIONS}

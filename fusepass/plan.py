@@ -6,7 +6,7 @@ Legality, overlap and profitability are decided here; the plan is frozen and not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -78,7 +78,7 @@ class Plan:
 
 def make_plan(graph: fx.Graph, regions: Sequence[Region], refused: Mapping[fx.Node, Rejection]) -> Plan:
     """Decide every norm of the graph. `refused` are the nodes of regions that could not be written as a program."""
-    planned = [p for r in regions if (p := _plan_region(r)) is not None]
+    planned = _refuse_cycles(graph, [p for r in regions if (p := _plan_region(r)) is not None])
     in_regions = {n for r in regions for n in r.nodes}
     others = _norms_outside(graph, in_regions, refused)
     with_norms = {n for p in planned for n in p.region.nodes} | {v.node for v in others}
@@ -114,6 +114,37 @@ def _plan_region(region: Region) -> PlannedRegion | None:
         # beside a fused one, a norm without a residual sum (a sandwich block's inner norm) is part of its kernel
         verdicts = [v if v.rejection else _without_residual(v) for v in verdicts]
     return PlannedRegion(region, tuple(verdicts), cost.traffic(region, device.type), device)
+
+
+def _refuse_cycles(graph: fx.Graph, planned: list[PlannedRegion]) -> list[PlannedRegion]:
+    """Reject the regions that cannot become one node each, since a path leaves one and comes back.
+
+    Depth makes regions convex, so this finds nothing; but a graph with a cycle in it could not be repaired later.
+    """
+    stands_for: dict[fx.Node, fx.Node] = {n: p.region.nodes[0] for p in planned if p.fuse for n in p.region.nodes}
+    inputs: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        group = stands_for.get(node, node)
+        sources = {stands_for.get(i, i) for i in node.all_input_nodes} - {group}
+        inputs.setdefault(group, set()).update(sources)
+    users: dict[fx.Node, list[fx.Node]] = {}
+    for group, sources in inputs.items():
+        for source in sources:
+            users.setdefault(source, []).append(group)
+    ready = [group for group, sources in inputs.items() if not sources]
+    while ready:
+        done = ready.pop()
+        del inputs[done]
+        for user in users.get(done, ()):
+            inputs[user].discard(done)
+            if not inputs[user]:
+                ready.append(user)
+    return [_reject_all(p) if p.fuse and p.region.nodes[0] in inputs else p for p in planned]
+
+
+def _reject_all(p: PlannedRegion) -> PlannedRegion:
+    rejection = Rejection(Reason.NOT_CONVEX, f"a path leaves the region of {p.region.nodes[0].name} and comes back")
+    return replace(p, verdicts=tuple(replace(v, rejection=v.rejection or rejection) for v in p.verdicts))
 
 
 def _judge(region: Region, norm: Norm, device: torch.device) -> Verdict:

@@ -22,6 +22,7 @@ class Reason(enum.StrEnum):
     NO_NORM = "NO_NORM"
     # The norm is right, the region around it is not.
     SUM_OUTSIDE_REGION = "SUM_OUTSIDE_REGION"
+    NOT_CONVEX = "NOT_CONVEX"
     UNSUPPORTED_OP = "UNSUPPORTED_OP"
     UNSUPPORTED_DTYPE = "UNSUPPORTED_DTYPE"
     UNSUPPORTED_DEVICE = "UNSUPPORTED_DEVICE"

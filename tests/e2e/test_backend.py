@@ -306,3 +306,6 @@ def test_dump_writes_the_graphs(tmp_path: Any) -> None:
     before, after = (next(tmp_path.glob(f"inference-{w}-*.txt")).read_text() for w in ("before", "after"))
     assert "var_mean" in before and "row_program cols=64" not in before
     assert "var_mean" not in after and "row_program cols=64" in after
+    (kernel,) = tmp_path.glob("fusepass_*.cpp")
+    assert kernel.with_suffix(".txt").read_text().startswith("row_program cols=64")
+    assert 'extern "C" void kernel(' in kernel.read_text()

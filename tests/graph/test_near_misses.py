@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusepass import FusePass, rewrite
+from fusepass import FusePass, fuse_pass, rewrite
 from fusepass._torch_compat import isolated_trace
 from fusepass.fuse_pass import GraphReport
+from fusepass.lift import Lifted
 from fusepass.patterns import PATTERNS
 from fusepass.rewrite import UnknownSize
 from fusepass.verdict import Reason
@@ -164,6 +165,25 @@ def test_a_size_that_no_node_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         captured = fuse(lambda x, r: F.rms_norm(x + r, (D,)), *_inputs(2, 3, D))
     assert captured.kernels == [] and captured.reasons == [str(Reason.SYMBOLIC_SHAPE)]
     assert captured.ops("before") == captured.ops("after")
+
+
+def test_a_region_that_a_path_leaves_and_enters_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depth never makes one; were it to, the region would be refused and the graph would stay as it is."""
+
+    def site(x: Tensor, r: Tensor) -> Tensor:
+        s = x + r
+        return F.rms_norm(s + torch.cumsum(s, 0), (D,))
+
+    def all_in_one(lifted: dict[torch.fx.Node, Lifted]) -> list[list[torch.fx.Node]]:
+        return [list(lifted)]
+
+    args = _inputs(3, D)
+    with torch.no_grad():
+        assert len(fuse(site, *args).kernels) == 1
+        monkeypatch.setattr(fuse_pass, "find_regions", all_in_one)
+        captured = fuse(site, *args)
+        torch.testing.assert_close(captured.result, site(*args))
+    assert captured.kernels == [] and captured.reasons == [str(Reason.NOT_CONVEX)]
 
 
 def test_every_reason_is_produced_by_some_test() -> None:

@@ -57,6 +57,7 @@ KERNEL_STAGES = (
     "kernels.cpp_build",
     "kernels.ops",
     "kernels.audit",
+    "kernels.source",
     "kernels",
 )
 KERNELS_MAY_IMPORT = {"errors", "row_ops", "row_program", "_torch_compat", "options"}
