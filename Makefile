@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test fast check format clean toolchain
+.PHONY: demo test fast gpu check format clean toolchain
 
 demo: $(STAMP) toolchain
 	$(PY) -m fusepass demo
@@ -16,6 +16,10 @@ test: $(STAMP) toolchain
 
 fast: $(STAMP) toolchain
 	$(PY) -m pytest -n 2 -m "not slow"
+
+# On a machine with a GPU.
+gpu: $(STAMP)
+	$(PY) -m pytest tests/gpu -m gpu
 
 check: $(STAMP)
 	$(PY) -m ruff check .

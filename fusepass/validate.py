@@ -121,16 +121,15 @@ class _Shrunk:
 
 
 def _check_values(region: Region, lifted: dict[fx.Node, Lifted]) -> Rejection | None:
+    shrunk = _Shrunk(region, lifted)
     try:
-        inputs, results = _run_nodes(region, lifted)
+        values = _run_nodes(region, lifted, shrunk)
+        ins = [_flat_input(values[r.node], r, region, shrunk) for r in region.reads]
     except ValueError as e:
         return Rejection(Reason.VALIDATION_FAILED, f"the nodes cannot be run on small inputs: {e}")
-    rows = math.prod(_Shrunk(region, lifted).small)
-    program = _flat(region.program)
-    ins = [_flat_input(inputs[r.node], r, region, lifted) for r in region.reads]
-    outputs = evaluate(program, rows, ins, fp64=True)
+    outputs = evaluate(_flat(region.program), shrunk.rows, ins, fp64=True)
     for node, ours in zip(region.writes, outputs, strict=True):
-        theirs = results[node].reshape(ours.shape)
+        theirs = values[node].reshape(ours.shape)
         scale = float(theirs.abs().nan_to_num(0, 0, 0).amax()) if theirs.numel() else 0.0
         if not torch.allclose(ours, theirs, rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * scale, equal_nan=True):
             worst = float((ours - theirs).abs().nan_to_num(math.inf).amax())
@@ -147,20 +146,19 @@ def _flat(program: RowProgram) -> RowProgram:
     return RowProgram(program.cols, operands, program.statements, program.outputs)
 
 
-def _flat_input(small: torch.Tensor, read: Read, region: Region, lifted: dict[fx.Node, Lifted]) -> torch.Tensor:
+def _flat_input(small: torch.Tensor, read: Read, region: Region, shrunk: _Shrunk) -> torch.Tensor:
     if read.kind in (Kind.COL, Kind.SCALAR):
         return small
-    lead = _Shrunk(region, lifted).dims(read.rows)
+    lead = shrunk.dims(read.rows)
     if read.kind is Kind.TILE:
         return small.expand(*lead, region.space.cols).reshape(-1, region.space.cols)
-    if small.ndim > len(lead) or not same_size(val(read.node).shape[-1], read.rows[-1]):
-        small = small.reshape(small.shape[:-1]) if small.shape[-1] == 1 else small
+    if small.ndim > len(lead):  # a row value with a last dimension of one, read by a tile
+        small = small.squeeze(-1)
     return small.expand(*lead).reshape(-1)
 
 
-def _run_nodes(region: Region, lifted: dict[fx.Node, Lifted]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
-    """Run the region's nodes in FP64 on small random inputs: (the inputs, every node's value)."""
-    shrunk = _Shrunk(region, lifted)
+def _run_nodes(region: Region, lifted: dict[fx.Node, Lifted], shrunk: _Shrunk) -> dict[fx.Node, Any]:
+    """The value of every node, and of every input, in FP64 on small random inputs."""
     generator = torch.Generator().manual_seed(0)
     values: dict[fx.Node, Any] = {}
     for node in region.nodes:
@@ -176,7 +174,7 @@ def _run_nodes(region: Region, lifted: dict[fx.Node, Lifted]) -> tuple[dict[fx.N
         else:
             assert callable(node.target)
             values[node] = node.target(*args, **node.kwargs)
-    return values, values
+    return values
 
 
 def _small_shape(node: fx.Node, shrunk: _Shrunk, region: Region, lifted: dict[fx.Node, Lifted]) -> list[int]:

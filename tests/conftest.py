@@ -1,0 +1,17 @@
+"""What every test run shares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+collect_ignore_glob = [] if HAS_GPU else ["gpu/*"]
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if HAS_GPU:
+        return f"GPU: {torch.cuda.get_device_name()}"
+    return (
+        "GPU: none, so tests/gpu is not collected; kernels run in the Triton interpreter and are compiled ahead of time"
+    )
