@@ -19,10 +19,12 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "BatchNorm",
     "CustomGraphPass",
     "auto_functionalized_v2",
     "chain_passes",

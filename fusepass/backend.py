@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -80,7 +81,7 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     target = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None) or model
     with fresh_compile():
         compiled = torch.compile(target, backend=partial(fusepass, options=options, listener=listen))
-        with torch.random.fork_rng(), _state_kept((target, args, kwargs)):
+        with torch.random.fork_rng(), _state_kept(target, (args, kwargs)):
             _backward(compiled(*args, **kwargs))
     return report
 
@@ -93,19 +94,36 @@ def _backward(output: Any) -> None:
 
 
 @contextlib.contextmanager
-def _state_kept(used: Any) -> Iterator[None]:
-    """Put back the gradients of all tensors, and the buffers of all modules, found in `used`."""
-    leaves = tree_leaves(used)
+def _state_kept(target: Any, used: Any) -> Iterator[None]:
+    """Put back the gradients and the values of all tensors and modules that the target and its arguments hold."""
+    leaves = tree_leaves((used, _held_by(target)))
     modules = [m for m in leaves if isinstance(m, torch.nn.Module)]
-    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-    tensors += [p for m in modules for p in m.parameters()]
-    gradients = [(t, t.grad.clone() if t.grad is not None else None) for t in tensors if t.is_leaf]
-    buffers = [(b, b.clone()) for m in modules for b in m.buffers()]
+    tensors = {t for t in leaves if isinstance(t, torch.Tensor)} | {p for m in modules for p in m.parameters()}
+    gradients = [(t, t.grad) for t in tensors if t.is_leaf]
+    written = [t for t in leaves if isinstance(t, torch.Tensor)] + [b for m in modules for b in m.buffers()]
+    values = [(t, t.detach().clone()) for t in written]
+    for tensor, _ in gradients:
+        tensor.grad = None
     try:
         yield
     finally:
         for tensor, gradient in gradients:
             tensor.grad = gradient
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for tensor, value in values:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+
+def _held_by(target: Any) -> list[Any]:
+    """The target if it is a module; otherwise what a function, a method or a partial refers to."""
+    if isinstance(target, torch.nn.Module):
+        return [target]
+    if isinstance(target, partial):
+        return [*_held_by(target.func), *target.args, *target.keywords.values()]
+    held = [target.__self__] if hasattr(target, "__self__") else []
+    function = getattr(target, "__func__", target)
+    if inspect.isfunction(function):
+        names = inspect.getclosurevars(function)
+        held += [*names.nonlocals.values(), *names.globals.values()]
+    return held

@@ -17,7 +17,7 @@ from . import provenance
 from ._torch_compat import CustomGraphPass
 from .errors import StrictError
 from .kernels.source import source
-from .lift import Lifted, lift, val
+from .lift import Lifted, first_mutation, lift, val
 from .options import Options, resolve
 from .plan import Plan, PlannedRegion, Verdict, make_plan, unnormed_sums
 from .regions import Region, Unsupported, build_region, find_regions
@@ -80,8 +80,8 @@ class FusePass(CustomGraphPass):
         self._dump(f"{kind}-before", graph)
         try:
             lifted = lift(graph)
-            regions, refused = self._build_regions(find_regions(lifted), lifted)
-            plan = make_plan(graph, regions, refused)
+            regions, refused = self._build_regions(find_regions(lifted), lifted, first_mutation(graph))
+            plan = make_plan(graph, lifted, regions, refused)
             quiet = unnormed_sums(graph, plan)
         except Exception as e:
             self._fault("analysing a graph", e)
@@ -100,11 +100,15 @@ class FusePass(CustomGraphPass):
         self._tell(kind, sites, plan, quiet)
 
     def _build_regions(
-        self, node_sets: list[list[fx.Node]], lifted: dict[fx.Node, Lifted]
+        self, node_sets: list[list[fx.Node]], lifted: dict[fx.Node, Lifted], mutation: fx.Node | None
     ) -> tuple[list[Region], dict[fx.Node, Rejection]]:
         regions: list[Region] = []
         refused: dict[fx.Node, Rejection] = {}
         for nodes in node_sets:
+            if mutation is not None and any(mutation < n for n in nodes):
+                detail = f"{mutation.name} ({mutation.target}) writes into a tensor before the norm is computed"
+                refused |= dict.fromkeys(nodes, Rejection(Reason.NOT_FUNCTIONAL, detail))
+                continue
             try:
                 regions.append(build_region(nodes, lifted))
             except Unsupported as e:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ._torch_compat import same_size
-from .row_program import DTYPE_NAMES, MAX_COLS, Kind
+from ._torch_compat import no_dispatch_modes, same_size
+from .row_program import DTYPE_NAMES, HALVES, MAX_COLS, Kind, compute_dtype
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -90,13 +90,54 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _pointwise(op: str) -> Rule:
-    return Rule(Role.POINTWISE, lambda emit, node, args: emit(op, *args, dtype=_dtype(node)))
+    def emit_pointwise(emit: Emit, node: fx.Node, args: Sequence[Any]) -> str:
+        return emit(op, *(_number(emit, node, i, a) for i, a in enumerate(args)), dtype=_dtype(node))
+
+    return Rule(Role.POINTWISE, emit_pointwise)
+
+
+_ADDITIVE = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar})
+_MULTIPLICATIVE = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
+
+
+def _number(emit: Emit, node: fx.Node, position: int, arg: Any) -> Any:
+    """Argument `position` of a pointwise node, rounded as eager rounds a number beside a tensor.
+
+    A number, or a tensor without dimensions, takes part in the dtype of the result, but a CPU multiplies and divides
+    by it unrounded; and only a CPU rounds a plain number before it adds it to 16-bit values.
+    """
+    dtype = _dtype(node)
+    on_cpu = val(node).device.type == "cpu"
+    if isinstance(arg, (int, float)):
+        return _round(float(arg), dtype) if on_cpu and node.target in _ADDITIVE else arg
+    source = node.args[position] if position < len(node.args) else None
+    if not isinstance(source, fx.Node) or val(source).ndim or not val(node).ndim or val(source).dtype is dtype:
+        return arg
+    if on_cpu and position == 1 and node.target in _MULTIPLICATIVE:
+        return emit("cast", arg, dtype=compute_dtype(dtype))
+    return emit("cast", arg, dtype=dtype)
+
+
+def eager_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments, with the numbers rounded as eager rounds them (see `_number`)."""
+    if node.target not in _ADDITIVE or val(node).device.type != "cpu":
+        return node.args, dict(node.kwargs)
+    dtype = _dtype(node)
+    rounded = [_round(float(a), dtype) if isinstance(a, (int, float)) else a for a in node.args]
+    return tuple(rounded), {k: _round(float(v), dtype) for k, v in node.kwargs.items()}  # type: ignore[arg-type]
+
+
+def _round(number: float, dtype: torch.dtype) -> float:
+    with no_dispatch_modes():
+        return float(torch.tensor(number, dtype=torch.float64).to(dtype)) if dtype in HALVES else number
 
 
 def _emit_add(sign: float) -> Callable[[Emit, fx.Node, Sequence[Any]], str]:
     def emit_add(emit: Emit, node: fx.Node, args: Sequence[Any]) -> str:
-        a, b = args[:2]
+        a, b = (_number(emit, node, i, arg) for i, arg in enumerate(args[:2]))
         alpha: Any = sign * (args[2] if len(args) > 2 else node.kwargs.get("alpha", 1))  # type: ignore[operator]
+        if val(node).device.type == "cpu":
+            alpha = _round(float(alpha), _dtype(node))
         if alpha in (1, -1):
             return emit("add" if alpha == 1 else "sub", a, b, dtype=_dtype(node))
         return emit("fma", b, float(alpha), a, dtype=_dtype(node))  # eager computes a + alpha * b with one rounding
@@ -105,7 +146,7 @@ def _emit_add(sign: float) -> Callable[[Emit, fx.Node, Sequence[Any]], str]:
 
 
 def _emit_rsub(emit: Emit, node: fx.Node, args: Sequence[Any]) -> str:
-    return emit("sub", args[1], args[0], dtype=_dtype(node))
+    return emit("sub", _number(emit, node, 1, args[1]), args[0], dtype=_dtype(node))
 
 
 def _numbers_only(*names: str) -> Callable[[fx.Node], bool]:
@@ -152,6 +193,8 @@ def _dims(node: fx.Node) -> list[int] | None:
     if dims is None or dims == []:
         return None
     ndim = val(node.args[0]).ndim  # type: ignore[arg-type]
+    if ndim == 0:
+        return []
     return [d % ndim for d in ([dims] if isinstance(dims, int) else dims)]  # type: ignore[union-attr]
 
 
@@ -168,7 +211,13 @@ def _over_last_dim(node: fx.Node) -> bool:
 
 
 def _reduction(op: str) -> Rule:
-    return Rule(Role.REDUCTION, lambda emit, node, args: emit(op, args[0], dtype=_dtype(node)), _over_last_dim)
+    def emit_reduction(emit: Emit, node: fx.Node, args: Sequence[Any]) -> str:
+        value = args[0]
+        if node.kwargs.get("dtype") is not None:  # eager converts first, and so sums in this dtype
+            value = emit("cast", value, dtype=node.kwargs["dtype"])
+        return emit(op, value, dtype=_dtype(node))
+
+    return Rule(Role.REDUCTION, emit_reduction, _over_last_dim)
 
 
 def _emit_var_mean(emit: Emit, node: fx.Node, args: Sequence[Any]) -> tuple[str, str]:
@@ -271,6 +320,14 @@ REDUCTIONS: frozenset[Any] = frozenset(target for target, rule in RULES.items() 
 VIEWS: frozenset[Any] = frozenset(target for target, rule in RULES.items() if rule.role is Role.VIEW)
 
 
+def first_mutation(graph: fx.Graph) -> fx.Node | None:
+    """The first node that writes into a tensor; post-grad graphs have such nodes at their end only, if at all."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            return node
+    return None
+
+
 # --- the walk -------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +378,8 @@ def _is_computable(node: fx.Node, rule: Rule) -> bool:
     if any(
         isinstance(t, torch.Tensor) and type(t).__name__ not in ("FakeTensor", "Tensor", "Parameter") for t in tensors
     ):
+        return False
+    if any(isinstance(a, float) and math.isnan(a) for a in (*node.args, *node.kwargs.values())):
         return False
     return bool(node.args) and isinstance(node.args[0], fx.Node | int | float) and rule.accepts(node)
 

@@ -12,10 +12,11 @@ import torch
 from torch import fx
 
 from . import cost
-from ._torch_compat import same_size
-from .lift import REDUCTIONS, VIEWS, reduced_dims, val
+from ._torch_compat import BatchNorm, same_size
+from .lift import REDUCTIONS, VIEWS, Lifted, reduced_dims, val
+from .provenance import is_made_by
 from .recognise import Norm, recognise
-from .regions import Region
+from .regions import Region, build_region
 from .row_program import DTYPE_NAMES, MAX_COLS
 from .verdict import Reason, Rejection
 
@@ -76,9 +77,14 @@ class Plan:
     not_norms: tuple[tuple[fx.Node, Rejection], ...]
 
 
-def make_plan(graph: fx.Graph, regions: Sequence[Region], refused: Mapping[fx.Node, Rejection]) -> Plan:
+def make_plan(
+    graph: fx.Graph,
+    lifted: dict[fx.Node, Lifted],
+    regions: Sequence[Region],
+    refused: Mapping[fx.Node, Rejection],
+) -> Plan:
     """Decide every norm of the graph. `refused` are the nodes of regions that could not be written as a program."""
-    planned = _refuse_cycles(graph, [p for r in regions if (p := _plan_region(r)) is not None])
+    planned = _refuse_cycles(graph, [p for r in regions if (p := _plan_region(r, lifted)) is not None])
     in_regions = {n for r in regions for n in r.nodes}
     others = _norms_outside(graph, in_regions, refused)
     with_norms = {n for p in planned for n in p.region.nodes} | {v.node for v in others}
@@ -104,12 +110,17 @@ def unnormed_sums(graph: fx.Graph, plan: Plan) -> list[tuple[fx.Node, Rejection]
 # --- legality and profitability of one region
 
 
-def _plan_region(region: Region) -> PlannedRegion | None:
+def _plan_region(region: Region, lifted: dict[fx.Node, Lifted]) -> PlannedRegion | None:
     norms = recognise(region.program)
     if not norms:
         return None
     device = val(region.tile).device
+    misses = [n for n in norms if n.rejection is not None]
     verdicts = [_judge(region, norm, device) for norm in norms]
+    if misses and len(misses) < len(norms):  # what looks like a norm and is none stays out of the others' kernel
+        untouched = [_judge(region, norm, device) for norm in misses]
+        region = _without(region, misses, norms, lifted)
+        verdicts = [_judge(region, n, device) for n in recognise(region.program) if n.rejection is None] + untouched
     if not any(v.rejection is None and v.residual for v in verdicts):
         # beside a fused one, a norm without a residual sum (a sandwich block's inner norm) is part of its kernel
         verdicts = [v if v.rejection else _without_residual(v) for v in verdicts]
@@ -159,6 +170,16 @@ def _judge(region: Region, norm: Norm, device: torch.device) -> Verdict:
     if rejection is None and device.type not in DEVICES:
         rejection = Rejection(Reason.UNSUPPORTED_DEVICE, f"device {device} is not one of {', '.join(DEVICES)}")
     return Verdict(norm.kind, node, sum_node, rejection)
+
+
+def _without(region: Region, misses: list[Norm], norms: Sequence[Norm], lifted: dict[fx.Node, Lifted]) -> Region:
+    """The region less the statistics of near-misses, and what depends on them."""
+    kept = {r for n in norms if n.rejection is None for r in n.reductions}
+    dropped = {region.node_of(r) for n in misses for r in n.reductions - kept}
+    for node in region.nodes:
+        if any(i in dropped for i in node.all_input_nodes):
+            dropped.add(node)
+    return build_region([n for n in region.nodes if n not in dropped], lifted)
 
 
 def _without_residual(v: Verdict) -> Verdict:
@@ -241,6 +262,9 @@ def _norms_outside(graph: fx.Graph, in_regions: set[fx.Node], refused: Mapping[f
 
 def _resembles(node: fx.Node) -> str | None:
     """The norm that a reduction outside every region belongs to, by the square before it and the root after it."""
+    dims, ndim = reduced_dims(node), val(node.args[0]).ndim  # type: ignore[arg-type]
+    if ndim == 0 or (0 in dims and 1 not in dims and ndim > 2) or is_made_by(node, BatchNorm):
+        return None  # a number, or BatchNorm: over the batch and all of each channel
     if node.target in (aten.var_mean.correction, aten.var.correction, aten.std.correction):
         kind = "layer_norm"
     elif node.target in (aten.mean.dim, aten.sum.dim_IntList) and _square_of(node) is not None:
@@ -253,7 +277,7 @@ def _resembles(node: fx.Node) -> str | None:
 
 def _square_of(node: fx.Node) -> fx.Node | None:
     source = node.args[0]
-    if not isinstance(source, fx.Node) or source.op != "call_function" or not isinstance(source.args[0], fx.Node):
+    if not isinstance(source, fx.Node) or not source.args or not isinstance(source.args[0], fx.Node):
         return None
     is_square = (source.target is aten.pow.Tensor_Scalar and source.args[1] == 2) or (
         source.target is aten.mul.Tensor and source.args[0] is source.args[1]

@@ -20,6 +20,13 @@ def module_path(node: fx.Node) -> str:
     return _dotted(entries[-1]) if entries else ""
 
 
+def is_made_by(node: fx.Node, kind: type) -> bool:
+    """Whether the innermost module that made this node is of this class."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    made_by = list(stack.values())[-1][1] if stack else None
+    return isinstance(made_by, type) and issubclass(made_by, kind)
+
+
 def _dotted(expression: str) -> str:
     """`L['self']._modules['layers']._modules['0'].norm` as `layers.0.norm`."""
     path = re.sub(r"^L\[['\"][^'\"]+['\"]\]|^G\[['\"][^'\"]+['\"]\]|^L__self___?|^self", "", expression)

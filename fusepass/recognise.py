@@ -30,6 +30,7 @@ from .verdict import Reason, Rejection
 
 _Z = sympy.Symbol("Z", real=True)
 _MOMENTS = (sympy.Integer(1), sympy.Symbol("m1", real=True), sympy.Symbol("m2", positive=True))
+_MOST_OPERATIONS = 60  # of an expression: no norm of z is larger; norms of norms of z grow without bound
 _HALF = sympy.Rational(1, 2)
 
 
@@ -68,13 +69,11 @@ def recognise(program: RowProgram) -> tuple[Norm, ...]:
     for z, reductions in _candidates(program):
         if reductions <= explained:
             continue
-        for norm in _norms_of(program, z, reductions):
-            if norm.rejection is None:
-                found.append(norm)
-                explained |= norm.reductions
-            elif not any(norm.reductions & m.reductions for m in misses):
-                misses.append(norm)
-    found += [n for n in misses if not n.reductions & explained]
+        norms = [n for n in _norms_of(program, z, reductions) if not n.reductions <= explained]
+        found += [n for n in norms if n.rejection is None]
+        explained |= {r for n in norms if n.rejection is None for r in n.reductions}
+        misses += [n for n in norms if n.rejection and not any(n.reductions & m.reductions for m in misses)]
+    found += [n for n in misses if not n.reductions <= explained]
     order = {name: i for i, name in enumerate(program.values)}
     return tuple(sorted(found, key=lambda n: order[n.output]))
 
@@ -141,6 +140,8 @@ def _evaluate(program: RowProgram, z: str, reductions: frozenset[str]) -> tuple[
             used[name] = used[name] | {name}
         else:
             expressions[name] = _symbol(name, value.kind)
+        if expressions[name].count_ops() > _MOST_OPERATIONS:
+            expressions[name] = _symbol(name, value.kind)
     return expressions, used
 
 
@@ -157,8 +158,11 @@ def _is_tile(symbol: Any) -> bool:
 
 
 def _reduce(s: Statement, expression: Any, cols: int) -> Any:
-    """A row sum or mean as a polynomial in the moments; anything else is known only by name."""
-    if s.op not in ("row_sum", "row_mean"):
+    """A row sum or mean as a polynomial in the moments; anything else is known only by name.
+
+    So is a statistic of values that are normalised already: it belongs to a norm with another input.
+    """
+    if s.op not in ("row_sum", "row_mean") or any(_is_root(p) for p in expression.atoms(sympy.Pow)):
         return _symbol(s.name, Kind.ROW)
     try:
         poly = sympy.Poly(sympy.expand(expression), _Z)
@@ -171,6 +175,10 @@ def _reduce(s: Statement, expression: Any, cols: int) -> Any:
         return _symbol(s.name, Kind.ROW)
     mean = sympy.expand(sum(c * m for c, m in zip(coefficients, _MOMENTS, strict=False)))
     return mean * cols if s.op == "row_sum" else mean
+
+
+def _is_root(power: Any) -> bool:
+    return bool(not power.exp.is_Integer and power.base.has(*_MOMENTS[1:]))
 
 
 def _normal_form(expression: Any) -> _Form | None:

@@ -21,7 +21,7 @@ from torch import fx
 
 from ._torch_compat import same_size, size_text
 from .lift import Lifted, Role, Space, val
-from .row_ops import COL_REDUCTIONS, POINTWISE
+from .row_ops import COL_REDUCTIONS, POINTWISE, ROW_REDUCTIONS
 from .row_program import Kind, Operand, Output, RowProgram, Statement
 
 
@@ -30,7 +30,8 @@ class Read:
     """A tensor that a region reads.
 
     `index` has one row-index expression per leading dimension of `node`, unless `flatten`: then the leading dimensions
-    are seen as one. `rows` is the shape of the region's rows where the tensor is used, which the index is relative to.
+    are seen as one. `rows` is the shape of the region's rows where the tensor is used, which the index is relative to;
+    `of_tile` says that it is used beside a tile, so that its last dimension is the column (or one).
     """
 
     node: fx.Node
@@ -38,6 +39,7 @@ class Read:
     index: tuple[str, ...]
     flatten: bool
     rows: tuple[Any, ...] = ()
+    of_tile: bool = True
 
 
 @dataclass
@@ -52,10 +54,11 @@ class Region:
     sizes: dict[str, Any]  # the value (a SymInt) of each of the program's sizes
     value_of: dict[fx.Node, Any]  # node -> the name of its value (or a tuple of names)
     tile: fx.Node  # a node with the region's rows and columns
+    made_by: dict[str, fx.Node]  # the node that a statement was written for
 
     def node_of(self, value: str) -> fx.Node:
-        """The first node, in graph order, that holds a value of the program."""
-        return next(n for n in self.nodes if self.value_of.get(n) == value)
+        """The first node, in graph order, that holds a value of the program; or else the one it was computed for."""
+        return next((n for n in self.nodes if self.value_of.get(n) == value), self.made_by[value])
 
     def holder_of(self, value: str) -> fx.Node:
         """The node that holds a value of the program: a member, or the node that an operand reads."""
@@ -65,6 +68,14 @@ class Region:
 
 class Unsupported(Exception):
     """A region cannot be written as a row program; the message says which node and why."""
+
+
+class Narrow(Unsupported):
+    """A node that is a tile, or reduces one, by its shape; but the value varies over the rows or the columns alone."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(f"{node.name} computes with a tile that does not vary over rows and columns")
+        self.node = node
 
 
 def find_regions(lifted: dict[fx.Node, Lifted]) -> list[list[fx.Node]]:
@@ -102,7 +113,9 @@ def absorb_columns(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[
         node = queue.pop()
         if node in members or node not in lifted or lifted[node].rule.role is not Role.POINTWISE:
             continue
-        if same_size(val(node).numel(), cols) and set(node.users) <= members:
+        shape = val(node).shape
+        per_column = all(same_size(d, 1) for d in shape[:-1]) and same_size(shape[-1], cols)
+        if per_column and set(node.users) <= members:
             members.add(node)
             queue.extend(node.all_input_nodes)
     return sorted(members, key=lambda n: lifted[n].order)
@@ -110,7 +123,13 @@ def absorb_columns(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[
 
 def build_region(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> Region:
     """The region of these nodes with its canonical program. Raises `Unsupported`."""
-    return _Builder(nodes, lifted).build()
+    while True:
+        try:
+            return _Builder(nodes, lifted).build()
+        except Narrow as e:  # cheap to compute outside, from what it is made of
+            if not any(lifted[n].rule.role is Role.REDUCTION for n in nodes if n is not e.node):
+                raise
+            nodes = [n for n in nodes if n is not e.node]
 
 
 class _Builder:
@@ -128,6 +147,8 @@ class _Builder:
         self.kinds: dict[str, Kind] = {}
         self.sizes: dict[str, Any] = {}
         self.value_of: dict[fx.Node, Any] = {}
+        self.made_by: dict[str, fx.Node] = {}
+        self.current = reduction
 
     def build(self) -> Region:
         writes = self.escaping()
@@ -137,7 +158,9 @@ class _Builder:
         for node in writes:
             name = self.value_of[node]
             if self.kinds[name] not in (Kind.TILE, Kind.ROW):
-                raise Unsupported(f"{node.name} does not depend on the row but is needed outside the region")
+                raise Narrow(node)
+            if self.kinds[name] is Kind.ROW and self.lifted[node].kind is Kind.TILE:
+                raise Narrow(node)
             outputs.append(Output(name, ("row",)))
         renamed = self._live_names([o.value for o in outputs])
         program = RowProgram(
@@ -149,7 +172,10 @@ class _Builder:
         )
         value_of = {n: _rename_value(v, renamed) for n, v in self.value_of.items()}
         reads = tuple(self.reads[o.name] for o in program.operands)
-        return Region(self.space, self.nodes, program.verify(), reads, tuple(writes), self.sizes, value_of, self.tile)
+        made_by = {renamed[v]: n for v, n in self.made_by.items() if v in renamed}
+        return Region(
+            self.space, self.nodes, program.verify(), reads, tuple(writes), self.sizes, value_of, self.tile, made_by
+        )
 
     def _live_names(self, outputs: list[str]) -> dict[str, str]:
         """Old to new name of every value that the outputs need, numbered without gaps."""
@@ -188,6 +214,7 @@ class _Builder:
             elif missing:
                 stack.extend(reversed(missing))
             else:
+                self.current = top
                 args = [self.argument(a, top) if isinstance(a, fx.Node) else a for a in top.args]
                 self.value_of[top] = self.lifted[top].rule.emit(self.emit, top, args)
                 stack.pop()
@@ -200,7 +227,9 @@ class _Builder:
         values = tuple(a if isinstance(a, str) else float(a) for a in args)
         if op in ("add", "mul"):  # commutative to the bit: one order, so that swapped spellings give one program
             values = tuple(sorted(values, key=lambda a: (isinstance(a, float), str(a))))
-        key = (op, values, dtype)
+        if op in ROW_REDUCTIONS and self.kinds[str(values[0])] in (Kind.ROW, Kind.SCALAR):  # of one value, repeated
+            return self.emit("mul", values[0], float(self.space.cols if op == "row_sum" else 1), dtype=dtype)
+        key = (op, tuple(repr(a) for a in values), dtype)  # 0.0 and -0.0 are equal, but not the same
         if op == "cast" and isinstance(values[0], str) and self.dtype(values[0]) is dtype:
             return values[0]
         if key not in self.statements:
@@ -210,10 +239,11 @@ class _Builder:
             else:
                 kind = Kind.COL if op in COL_REDUCTIONS else Kind.ROW
                 if kinds != [Kind.TILE]:
-                    raise Unsupported(f"{op} reduces a value that does not vary over rows and columns")
+                    raise Narrow(self.current)
             name = f"v{len(self.statements)}"
             self.statements[key] = Statement(name, op, values, kind, dtype)
             self.kinds[name] = kind
+            self.made_by[name] = self.current
         return self.statements[key].name
 
     def dtype(self, name: str) -> torch.dtype:
@@ -242,7 +272,8 @@ class _Builder:
     def _read(self, node: fx.Node, shape: list[Any], of_tile: bool) -> Read:
         """How `node`, broadcast to `shape` (that of a tile, or of a row-valued node), is indexed by row and column."""
         own = list(val(node).shape)
-        if of_tile and _same_shape(own, shape) and same_size(math.prod(shape[:-1]), self.space.rows):
+        full_rows = of_tile and _same_shape(own, shape) and same_size(math.prod(shape[:-1]), self.space.rows)
+        if full_rows and same_size(own[-1], self.space.cols):
             return self._read_full_tile(node, shape[:-1])
         if all(same_size(d, 1) for d in own):
             return Read(node, Kind.SCALAR, (), False)
@@ -258,11 +289,11 @@ class _Builder:
         full = all(same_size(d, 1) for d in lead[:pad])
         full = full and all(same_size(a, b) for a, b in zip(own_lead, lead[pad:], strict=True))
         if full and collapses(val(node), drop_last=of_tile):
-            return Read(node, kind, ("row",), True, tuple(lead))
+            return Read(node, kind, ("row",), True, tuple(lead), of_tile)
         index = self._indices(own_lead, lead[pad:], lead[:pad])
         if kind is Kind.ROW and of_tile:
             index = (*index, "0")
-        return Read(node, kind, index, False, tuple(lead))
+        return Read(node, kind, index, False, tuple(lead), of_tile)
 
     def _read_full_tile(self, node: fx.Node, lead: list[Any]) -> Read:
         if collapses(val(node)):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ._torch_compat import detect_fake_mode, size_text, stable_topological_sort
+from ._torch_compat import detect_fake_mode, size_text, stable_topological_sort, tree_leaves
 from .errors import FusepassError
 from .lift import val
 from .lower import KernelCall, lower
@@ -113,7 +115,8 @@ class _Edit:
         if not val(node).is_contiguous():
             return False
         aliases = _aliases(node)
-        if any(n.op != "call_function" for n in aliases) or sum(other in aliases for _, other in self.reads) > 1:
+        neighbours = sum(not _storages(node).isdisjoint(_storages(other)) for _, other in self.reads)
+        if any(n.op != "call_function" for n in aliases) or neighbours > 1:
             return False
         users = {u for n in aliases for u in n.users} - aliases - self.members - set(self.added)
         return all(u.op != "output" and u < self.start for u in users)
@@ -147,23 +150,35 @@ class _Edit:
             for i, d in enumerate(val(source).shape):
                 if size_text(d) == text:
                     return self.call(aten.sym_size.int, source, i)
-        factors = list(val(self.region.tile).shape[:-1])
-        if len(factors) < 2 or text != size_text(self.region.space.rows):
-            raise UnknownSize(f"no node of the graph holds the size {text}")
-        product = self.size(factors[0])
-        for d in factors[1:]:
-            product = self.call(operator.mul, product, self.size(d))
-        return product
+        for shape in self._row_shapes():
+            if len(shape) > 1 and size_text(math.prod(shape)) == text:
+                product = self.size(shape[0])
+                for d in shape[1:]:
+                    product = self.call(operator.mul, product, self.size(d))
+                return product
+        raise UnknownSize(f"no node of the graph holds the size {text}")
+
+    def _row_shapes(self) -> Iterator[Sequence[Any]]:
+        """The leading dimensions of the region's tiles and of what it reads."""
+        for node in (self.region.tile, *self.region.nodes, *(n for _, n in self.reads)):
+            if isinstance(val(node), torch.Tensor):
+                yield val(node).shape[:-1]
+                yield val(node).shape
 
 
 def _aliases(node: fx.Node) -> set[fx.Node]:
-    """The nodes that share their memory with `node`, as far as views tell."""
-    storage = val(node).untyped_storage()._cdata
+    """The nodes that share their memory with `node`, as far as views, and ops with several results, tell."""
+    storage = _storages(node)
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
         n = stack.pop()
-        if n not in found and isinstance(val(n), torch.Tensor) and val(n).untyped_storage()._cdata == storage:
+        if n not in found and not storage.isdisjoint(_storages(n)):
             found.add(n)
             stack += [*n.all_input_nodes, *n.users]
     return found
+
+
+def _storages(node: fx.Node) -> set[int]:
+    tensors = [t for t in tree_leaves(val(node)) if isinstance(t, torch.Tensor)]
+    return {t.untyped_storage()._cdata for t in tensors}

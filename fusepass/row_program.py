@@ -47,6 +47,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
 }
+HALVES = frozenset({torch.bfloat16, torch.float16})
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -101,9 +102,12 @@ class Output:
     index: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowProgram:
-    """See the module's docstring. Construct, then `verify()`; `str()` gives the text that `parse` reads."""
+    """See the module's docstring. Construct, then `verify()`; `str()` gives the text that `parse` reads.
+
+    Two programs are equal if their texts are: 0.0 and -0.0 are not.
+    """
 
     cols: int
     operands: tuple[Operand, ...]
@@ -138,8 +142,18 @@ class RowProgram:
     def n_phases(self) -> int:
         return max(self.phases.values(), default=0) + 1
 
-    def __str__(self) -> str:
+    @cached_property
+    def _text(self) -> str:
         return "\n".join(self._lines())
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowProgram) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
 
     def _lines(self) -> Iterator[str]:
         yield f"row_program cols={self.cols}" + (f" sizes={','.join(self.sizes)}" if self.sizes else "")

@@ -17,7 +17,7 @@ from torch import fx
 
 from ._torch_compat import no_dispatch_modes, same_size, size_text
 from .kernels.reference import evaluate, row_indices
-from .lift import VIEWS, Lifted, Role, val
+from .lift import VIEWS, Lifted, Role, eager_arguments, val
 from .regions import Read, Region
 from .row_program import Kind, Operand, RowProgram
 from .verdict import Reason, Rejection
@@ -26,6 +26,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 RELATIVE_TOLERANCE = 1e-8
+_MOST_ELEMENTS = 1 << 22  # of a tile that is checked at its true size
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 _checked: dict[tuple[str, str], Rejection | None] = {}
 
@@ -75,7 +76,7 @@ def _index_is_right(read: Read, operand: Operand, region: Region) -> bool:
     rows = [_concrete(d, stand_in) for d in read.rows]
     sizes = {name: _concrete(size, stand_in) for name, size in region.sizes.items()}
     own = list(val(read.node).shape)
-    lead = own[:-1] if operand.kind is Kind.TILE or len(own) > len(rows) else own
+    lead = own[:-1] if read.of_tile else own
     shape = [1 if same_size(d, 1) else r for d, r in zip(lead, rows[len(rows) - len(lead) :], strict=True)]
     numbers = torch.arange(math.prod(shape)).reshape(shape)
     index = row_indices(operand.index, math.prod(rows), sizes, torch.device("cpu"))
@@ -92,18 +93,26 @@ def _concrete(size: Any, stand_in: dict[str, int]) -> int:
 
 
 class _Shrunk:
-    """Small shapes in place of the graph's: each factor of the row shape becomes 2 or 3, the columns stay."""
+    """Small shapes in place of the graph's: each factor of the row shape becomes 2 or 3, the columns stay.
 
-    def __init__(self, region: Region, lifted: dict[fx.Node, Lifted]) -> None:
+    With `full`, the graph's own shapes, for views that regroup the rows in ways that have no common factors.
+    """
+
+    def __init__(self, region: Region, lifted: dict[fx.Node, Lifted], *, full: bool = False) -> None:
         tiles = [val(n) for n in region.nodes if lifted[n].kind is Kind.TILE and isinstance(val(n), torch.Tensor)]
         tiles = [t for t in tiles if same_size(math.prod(t.shape[:-1]), region.space.rows)] or [val(region.tile)]
         finest = max(tiles, key=lambda t: sum(not same_size(d, 1) for d in t.shape[:-1]))
         self.atoms = [d for d in finest.shape[:-1] if not same_size(d, 1)]
         self.small = [2 + i % 2 for i in range(len(self.atoms))]
         self.rows = math.prod(self.small)
+        self.full = full
+        if full:
+            self.rows = int(region.space.rows)
 
     def dims(self, shape: Sequence[Any]) -> list[int]:
         """The small counterpart of the row part of a shape. Raises ValueError where it is no grouping of the atoms."""
+        if self.full:
+            return [int(d) for d in shape]
         result, at = [], 0
         for d in shape:
             size, small = 1, 1
@@ -123,10 +132,13 @@ class _Shrunk:
 def _check_values(region: Region, lifted: dict[fx.Node, Lifted]) -> Rejection | None:
     shrunk = _Shrunk(region, lifted)
     try:
-        values = _run_nodes(region, lifted, shrunk)
-        ins = [_flat_input(values[r.node], r, region, shrunk) for r in region.reads]
+        values, ins = _inputs_and_values(region, lifted, shrunk)
     except ValueError as e:
-        return Rejection(Reason.VALIDATION_FAILED, f"the nodes cannot be run on small inputs: {e}")
+        rows = region.space.rows
+        if not isinstance(rows, int) or rows * region.space.cols > _MOST_ELEMENTS:
+            return Rejection(Reason.VALIDATION_FAILED, f"the nodes cannot be run on small inputs: {e}")
+        shrunk = _Shrunk(region, lifted, full=True)
+        values, ins = _inputs_and_values(region, lifted, shrunk)
     outputs = evaluate(_flat(region.program), shrunk.rows, ins, fp64=True)
     for node, ours in zip(region.writes, outputs, strict=True):
         theirs = values[node].reshape(ours.shape)
@@ -137,6 +149,13 @@ def _check_values(region: Region, lifted: dict[fx.Node, Lifted]) -> Rejection | 
                 Reason.VALIDATION_FAILED, f"the program's {node.name} differs from the graph's by {worst:.3g}"
             )
     return None
+
+
+def _inputs_and_values(
+    region: Region, lifted: dict[fx.Node, Lifted], shrunk: _Shrunk
+) -> tuple[dict[fx.Node, Any], list[torch.Tensor]]:
+    values = _run_nodes(region, lifted, shrunk)
+    return values, [_flat_input(values[r.node], r, region, shrunk) for r in region.reads]
 
 
 @lru_cache(maxsize=1024)
@@ -152,7 +171,7 @@ def _flat_input(small: torch.Tensor, read: Read, region: Region, shrunk: _Shrunk
     lead = shrunk.dims(read.rows)
     if read.kind is Kind.TILE:
         return small.expand(*lead, region.space.cols).reshape(-1, region.space.cols)
-    if small.ndim > len(lead):  # a row value with a last dimension of one, read by a tile
+    if read.of_tile:  # its last dimension is one
         small = small.squeeze(-1)
     return small.expand(*lead).reshape(-1)
 
@@ -165,7 +184,8 @@ def _run_nodes(region: Region, lifted: dict[fx.Node, Lifted], shrunk: _Shrunk) -
         for source in node.all_input_nodes:
             if source not in values:
                 _make_input(source, node, values, shrunk, region, lifted, generator)
-        args: Any = fx.node.map_arg(node.args, lambda n: values[n])
+        literal_args, kwargs = eager_arguments(node)
+        args: Any = fx.node.map_arg(literal_args, lambda n: values[n])
         if node.target in _CASTS:
             values[node] = args[0]
         elif node.target in VIEWS:
@@ -173,7 +193,7 @@ def _run_nodes(region: Region, lifted: dict[fx.Node, Lifted], shrunk: _Shrunk) -
             values[node] = args[0].reshape(shape) if args[0].numel() == math.prod(shape) else args[0].expand(shape)
         else:
             assert callable(node.target)
-            values[node] = node.target(*args, **node.kwargs)
+            values[node] = node.target(*args, **kwargs)
     return values
 
 

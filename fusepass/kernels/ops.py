@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -28,6 +29,7 @@ _TAGS = tuple(
     getattr(torch.Tag, name) for name in ("needs_exact_strides", "needs_fixed_stride_order") if hasattr(torch.Tag, name)
 )[:1]
 
+_loading = threading.Lock()
 _launchers: dict[str, Launcher] = {}
 _builds: dict[str, Callable[[], cpp_build.Kernel]] = {}
 
@@ -56,6 +58,11 @@ def _raise(error: Exception) -> cpp_build.Kernel:
 
 
 def _load(program: str) -> Launcher:
+    with _loading:
+        return _launchers.get(program) or _load_first(program)
+
+
+def _load_first(program: str) -> Launcher:
     parsed = parse(program)
     prefetch(program)
     try:

@@ -186,6 +186,20 @@ def test_a_region_that_a_path_leaves_and_enters_again(monkeypatch: pytest.Monkey
     assert captured.kernels == [] and captured.reasons == [str(Reason.NOT_CONVEX)]
 
 
+def test_a_graph_with_a_mutation_in_the_middle() -> None:
+    def site(x: Tensor, r: Tensor) -> Tensor:
+        s = x + r
+        x.zero_()
+        return s * (s.square().mean(-1, keepdim=True) + 1e-6).rsqrt() + (x + r)
+
+    graph = isolated_trace(site, *_inputs(3, D))
+    reports: list[GraphReport] = []
+    FusePass({"fusepass.strict": True}, reports.append)(graph)
+    assert [s.reason for s in reports[0].sites] == [Reason.NOT_FUNCTIONAL]
+    args = _inputs(3, D)
+    torch.testing.assert_close(torch.fx.GraphModule({}, graph)(*args), site(*_inputs(3, D)))
+
+
 def test_every_reason_is_produced_by_some_test() -> None:
     tests = "".join(p.read_text() for p in pathlib.Path(__file__).parents[1].rglob("test_*.py"))
     missing = [r.name for r in Reason if f"Reason.{r.name}" not in tests and f'"{r.name}"' not in tests]
