@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 
 import fusepass
 from fusepass.options import OPTIONS
+from fusepass.verdict import Reason
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fusepass"
@@ -200,3 +201,8 @@ def test_no_path_of_a_machine() -> None:
 def test_no_module_is_called_helper() -> None:
     vague = re.compile(r"utils?|helpers?|misc|common|manager")
     assert not [p.name for p in text_files() if p.suffix == ".py" and vague.fullmatch(p.stem)]
+
+
+def test_the_readme_explains_every_reason() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [r.name for r in Reason if f"`{r.name}`" not in text] == []
