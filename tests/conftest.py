@@ -15,3 +15,9 @@ def pytest_report_header(config: pytest.Config) -> str:
     return (
         "GPU: none, so tests/gpu is not collected; kernels run in the Triton interpreter and are compiled ahead of time"
     )
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test draws the same numbers in every run."""
+    torch.manual_seed(0)
