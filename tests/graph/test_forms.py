@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.graph.capture import STATISTICS, Captured, fuse
-from tests.tolerances import assert_close_to_fp64
+from tests.tolerances import assert_as_accurate_as_eager, assert_few_roundings_from_eager
 
 D = 48
 Fn = Callable[..., object]
@@ -112,7 +112,8 @@ def check(fn: Fn, args: tuple[Tensor, ...], kernels: int = 1, dynamic: bool | No
     for got, want, truth in zip(_list(captured.result), _list(eager), _list(exact), strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
         dtype = args[0].dtype
-        assert_close_to_fp64(got.to(dtype), want.to(dtype), truth, dtype)
+        assert_as_accurate_as_eager(got.to(dtype), want.to(dtype), truth)
+        assert_few_roundings_from_eager(got.to(dtype), want.to(dtype))
     return captured
 
 
@@ -215,7 +216,8 @@ def test_rows_may_be_symbolic(position: tuple[int, ...]) -> None:
         captured = fuse(site, x, p)
         assert len(captured.kernels) == 1 and captured.reasons == []
         for got, want, truth in zip(captured.result, site(x, p), exact(x.double(), p.double()), strict=True):
-            assert_close_to_fp64(got, want, truth, torch.float32)
+            assert_as_accurate_as_eager(got, want, truth)
+            assert_few_roundings_from_eager(got, want)
 
 
 def test_mixed_dtypes() -> None:
