@@ -1,8 +1,9 @@
 """The operations of a row program: one table that every consumer reads.
 
 Each operation has a meaning (`torch`, used by the reference evaluator, and `sympy`, used by the recogniser) and two
-spellings (`triton` and `cpp`). A spelling may be an expression over `{0}`, `{1}`, ... A new operation costs one line
-here, one line in `lift.py`, and, where C++ has no operator for it, one overload in `kernels/cpp_prelude.h`.
+spellings (`triton` and `cpp`), which may be expressions over `{0}`, `{1}`, ... Truth values are held as 1.0 and 0.0. A
+new operation costs one line here, one line in `lift.py`, and, where C++ has no operator for it, one overload in
+`kernels/cpp_prelude.h`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,18 @@ class Pointwise:
     triton: str
     cpp: str
     cheap: bool = True  # a handful of instructions: may be computed again rather than stored
+    boolean: bool = False  # the result is a truth value: 1 or 0, of dtype b8
 
 
 def _opaque(name: str) -> Callable[..., Any]:
     """A function that the recogniser knows only by name."""
     return sympy.Function(name, real=True)
+
+
+def _comparison(name: str, function: Callable[..., torch.Tensor]) -> Pointwise:
+    return Pointwise(
+        2, function, _opaque(f"{name}_"), f"_{name}({{0}}, {{1}})", f"op_{name}({{0}}, {{1}})", boolean=True
+    )
 
 
 POINTWISE: dict[str, Pointwise] = {
@@ -54,7 +62,27 @@ POINTWISE: dict[str, Pointwise] = {
     "relu": Pointwise(1, torch.relu, _opaque("relu_"), "_relu({0})", "op_relu({0})"),
     "maximum": Pointwise(2, torch.maximum, _opaque("maximum_"), "_maximum({0}, {1})", "op_maximum({0}, {1})"),
     "minimum": Pointwise(2, torch.minimum, _opaque("minimum_"), "_minimum({0}, {1})", "op_minimum({0}, {1})"),
+    "lt": _comparison("lt", torch.lt),
+    "le": _comparison("le", torch.le),
+    "gt": _comparison("gt", torch.gt),
+    "ge": _comparison("ge", torch.ge),
+    "eq": _comparison("eq", torch.eq),
+    "ne": _comparison("ne", torch.ne),
+    "where": Pointwise(
+        3,
+        lambda c, a, b: torch.where(c != 0, a, b),
+        _opaque("where_"),
+        "_where({0}, {1}, {2})",
+        "op_where({0}, {1}, {2})",
+    ),
 }
+
+GENERATORS: dict[str, str] = {"rand": "cuda", "rand_cpu": "cpu"}
+"""Uniform random numbers in [0, 1), one per element: `u: tile f32 = rand(seed)` of an i64 scalar, and where they run.
+
+Element (row, col) is number `row * cols + col` (modulo 2^32) of the Philox stream of that seed. These are the numbers
+that Inductor draws: `rand` is Triton's `tl.rand`, `rand_cpu` is `normalized_rand_cpu` of Inductor's C++ prefix.
+"""
 
 ROW_REDUCTIONS: frozenset[str] = frozenset({"row_sum", "row_mean", "row_max", "row_min"})
 """Tile to one value per row. `row_mean` is `row_sum / cols`. Sums run in FP32 (FP64 for FP64)."""

@@ -20,7 +20,9 @@ graph that Inductor has cached, say) can rebuild the kernel.
 
 Every value has a kind (`tile`: rows x cols, `row`: one per row, `col`: one per column, `scalar`) and a dtype, to which
 it is rounded before it is used: a row program has the roundings of the graph that it came from. Arithmetic between
-roundings is FP32, or FP64 where a value is FP64. The bracket after an operand or output has one row-index expression
+roundings is FP32, or FP64 where a value is FP64. A value of dtype `b8` is a truth value, 1 or 0 in arithmetic; an `i64`
+is a scalar that seeds random numbers. A column sum (`c: col bf16 = col_sum(t)`) adds up all rows in FP32 and rounds
+once; it is an output, never an argument. The bracket after an operand or output has one row-index expression
 for each leading dimension of the tensor: element (row, col) of `x1` is `x1[0, row % 128, col]`. An expression is a
 number or `row`, optionally `// divisor` and `% modulus`, where divisors are numbers, names of `sizes`, or products.
 """
@@ -38,15 +40,16 @@ from functools import cache, cached_property
 import torch
 
 from .errors import ProgramError
-from .row_ops import COL_REDUCTIONS, POINTWISE, ROW_REDUCTIONS
+from .row_ops import COL_REDUCTIONS, GENERATORS, POINTWISE, ROW_REDUCTIONS
 
 MAX_COLS = 131_072
-DTYPES: dict[str, torch.dtype] = {
+FLOATS: dict[str, torch.dtype] = {
     "f64": torch.float64,
     "f32": torch.float32,
     "bf16": torch.bfloat16,
     "f16": torch.float16,
 }
+DTYPES: dict[str, torch.dtype] = {**FLOATS, "b8": torch.bool, "i64": torch.int64}
 HALVES = frozenset({torch.bfloat16, torch.float16})
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -237,6 +240,8 @@ def _verify(p: RowProgram) -> None:
     for o in p.operands:
         _define(seen, o)
         _check_index(p, o.name, o.kind, o.index)
+        if o.dtype is torch.int64 and o.kind is not Kind.SCALAR:
+            raise ProgramError(f"{o.name}: an i64 operand is a scalar, not a {o.kind.value}")
     for s in p.statements:
         _check_statement(p, seen, s)
         _define(seen, s)
@@ -245,6 +250,8 @@ def _verify(p: RowProgram) -> None:
     for out in p.outputs:
         if out.value not in seen:
             raise ProgramError(f"out {out.value}: no such value")
+        if seen[out.value].dtype is torch.int64:
+            raise ProgramError(f"out {out.value}: a seed is no output")
         _check_index(p, out.value, seen[out.value].kind, out.index)
     used = {a for s in p.statements for a in s.value_args} | {out.value for out in p.outputs}
     if unused := [name for name in seen if name not in used]:
@@ -291,11 +298,27 @@ def _check_statement(p: RowProgram, seen: dict[str, Operand | Statement], s: Sta
         if kinds != [Kind.TILE] or len(s.args) != 1:
             raise ProgramError(f"{where}: a reduction takes one tile, got {s.args}")
         expected = Kind.ROW if s.op in ROW_REDUCTIONS else Kind.COL
+    elif s.op in GENERATORS:
+        if kinds != [Kind.SCALAR] or len(s.args) != 1 or seen[str(s.args[0])].dtype is not torch.int64:
+            raise ProgramError(f"{where}: expected one i64 scalar, the seed, got {s.args}")
+        expected = Kind.TILE
     else:
         raise ProgramError(
-            f"{where}: no such operation; known: {', '.join([*POINTWISE, *ROW_REDUCTIONS, *COL_REDUCTIONS])}"
+            f"{where}: no such operation; "
+            f"known: {', '.join([*POINTWISE, *ROW_REDUCTIONS, *COL_REDUCTIONS, *GENERATORS])}"
         )
+    _check_dtypes(seen, s, where)
     if s.kind != expected:
         raise ProgramError(f"{where}: is declared {s.kind.value}, but its arguments make it {expected.value}")
     if any(isinstance(a, float) and math.isnan(a) for a in s.args):
         raise ProgramError(f"{where}: a literal is NaN")
+
+
+def _check_dtypes(seen: dict[str, Operand | Statement], s: Statement, where: str) -> None:
+    boolean = s.op in POINTWISE and POINTWISE[s.op].boolean
+    if (s.dtype is torch.bool) != boolean or s.dtype is torch.int64:
+        raise ProgramError(f"{where}: a comparison gives b8 and everything else a float, not {DTYPE_NAMES[s.dtype]}")
+    if s.op in GENERATORS and s.dtype is not torch.float32:
+        raise ProgramError(f"{where}: random numbers are f32, not {DTYPE_NAMES[s.dtype]}")
+    if s.op not in GENERATORS and any(seen[a].dtype is torch.int64 for a in s.value_args):
+        raise ProgramError(f"{where}: an i64 seeds random numbers and is nothing else")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..row_ops import POINTWISE
+from ..row_ops import GENERATORS, POINTWISE
 from ..row_program import Kind, Operand, RowProgram, Statement, compute_dtype, index_terms
 
 
@@ -36,9 +36,12 @@ def evaluate(
     values: dict[str, torch.Tensor] = {}
     for operand, tensor in zip(program.operands, ins, strict=True):
         value = _read(operand, tensor, rows, program.cols, env)
-        values[operand.name] = value.double() if fp64 else value
+        values[operand.name] = value.double() if fp64 and value.dtype is not torch.int64 else value
     for s in program.statements:
-        values[s.name] = _apply(s, values, program, fp64)
+        if s.op in GENERATORS:
+            values[s.name] = uniform(s.op, values[s.value_args[0]], rows, program.cols)
+        else:
+            values[s.name] = _apply(s, values, program, fp64)
     return [_as_stored(values[o.value], program.values[o.value].kind, rows, program.cols) for o in program.outputs]
 
 
@@ -74,7 +77,34 @@ def _apply(s: Statement, values: dict[str, torch.Tensor], program: RowProgram, f
         result = POINTWISE[s.op].torch(*args)
     else:
         result = _REDUCE[s.op](args[0], program.cols)
-    return result if fp64 else result.to(s.dtype)
+    return result.to(wide) if fp64 else result.to(s.dtype)
+
+
+def uniform(op: str, seed: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """The FP32 random numbers of `rand` or `rand_cpu`, shape (rows, cols), for an int64 seed.
+
+    Element i is the first word of Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
+    with counter (i, 0, 0, 0). The key is the seed: all 64 bits of it for `rand`, the low 32 for `rand_cpu`.
+    """
+    low = 0xFFFFFFFF
+    counter = torch.arange(rows * cols, dtype=torch.int64, device=seed.device) & low
+    c = [counter, *(torch.zeros_like(counter) for _ in range(3))]
+    key = [seed & low, (seed >> 32) & low if op == "rand" else torch.zeros_like(seed)]
+    for _ in range(10):
+        product0, product1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]  # wraps at 64 bits, as their unsigned words do
+        c = [
+            (product1 >> 32) & low ^ c[1] ^ key[0],
+            product1 & low,
+            (product0 >> 32) & low ^ c[3] ^ key[1],
+            product0 & low,
+        ]
+        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
+    word = c[0]
+    if op == "rand":  # as tl.rand: the word as a signed number, negative ones mirrored
+        word = torch.where(word >= 1 << 31, low - word, word)
+    else:
+        word = word & 0x7FFFFFFF
+    return (word.float() * 4.6566127342e-10).reshape(rows, cols)
 
 
 _REDUCE = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fusepass.errors import KernelError
 from fusepass.kernels import cpp_code, ops, reference
 from fusepass.row_ops import ROW_REDUCTIONS
-from fusepass.row_program import DTYPES, Kind, RowProgram, parse
+from fusepass.row_program import FLOATS, Kind, RowProgram, parse
 from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
 from tests.tolerances import assert_close_to_fp64, assert_same_within_roundings
 
@@ -85,7 +85,7 @@ out g [row]
 out z"""
 
 VARIANTS: dict[str, str] = {
-    **{f"{n}-{d}": norm_program(n, 768, d) for n in NORMS for d in DTYPES},
+    **{f"{n}-{d}": norm_program(n, 768, d) for n in NORMS for d in FLOATS},
     "alpha": norm_program("layer_norm", 768, "bf16", alpha=1.7782794),
     "bias": norm_program("rms_norm", 768, "bf16", bias=True),
     "bias-alpha": norm_program("layer_norm", 768, "f32", alpha=0.5, bias=True, save_stats=True),
@@ -155,7 +155,7 @@ def check_norm(name: str, cols: int, rows: Sequence[int]) -> None:
     text = at_cols(VARIANTS[name], cols)
     ins = operands(parse(text), 64)
     outs = check(text, 64, ins)
-    if name.endswith(tuple(DTYPES)):
+    if name.endswith(tuple(FLOATS)):
         assert torch.equal(outs[0], ins[0] + ins[1]), "the residual sum is not eager's, bit for bit"
     for n in rows:
         fewer = run(text, n, [ins[0][:n], ins[1][:n], *ins[2:]])
@@ -180,7 +180,7 @@ def test_norm_over_the_whole_grid(name: str, cols: int) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 def test_error_is_at_most_that_of_eager_torch(norm: str, cols: int, dtype: torch.dtype) -> None:
     """Against torch's own kernels (not the reference), also for rows long enough for summation errors to grow."""
-    name = {v: k for k, v in DTYPES.items()}[dtype]
+    name = {v: k for k, v in FLOATS.items()}[dtype]
     text = at_cols(VARIANTS[f"{norm}-{name}"], cols)
     ins = operands(parse(text), 16)
     residual, weights = ins[0] + ins[1], ins[2:]
@@ -211,7 +211,7 @@ def test_large_fp16_values_do_not_overflow(norm: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_one_bad_value_spoils_its_row_alone(bad: float, dtype: str) -> None:
     text = at_cols(VARIANTS[f"layer_norm-{dtype}"], 1000)
     ins = operands(parse(text), 3)

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from fusepass.errors import ProgramError
 from fusepass.kernels import reference
 from fusepass.row_ops import COL_REDUCTIONS, POINTWISE, ROW_REDUCTIONS
-from fusepass.row_program import DTYPES, MAX_COLS, Kind, Operand, Output, RowProgram, Statement, compute_dtype, parse
+from fusepass.row_program import (
+    DTYPES,
+    FLOATS,
+    MAX_COLS,
+    Kind,
+    Operand,
+    Output,
+    RowProgram,
+    Statement,
+    compute_dtype,
+    parse,
+)
 from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
 
 GOOD = """row_program cols=4 sizes=n0
@@ -98,8 +109,8 @@ def test_a_program_without_outputs_is_refused() -> None:
 
 
 def test_a_dtype_that_has_no_name_is_refused() -> None:
-    operand = Operand("x", Kind.TILE, torch.int64, ("row",))
-    with pytest.raises(ProgramError, match=r"x: dtype torch\.int64 is not one of"):
+    operand = Operand("x", Kind.TILE, torch.int32, ("row",))
+    with pytest.raises(ProgramError, match=r"x: dtype torch\.int32 is not one of"):
         RowProgram(4, (operand,), (), (Output("x", ("row",)),)).verify()
 
 
@@ -133,7 +144,8 @@ def test_the_reference_reads_rows_by_their_index() -> None:
 
 @st.composite
 def programs(draw: st.DrawFn) -> RowProgram:
-    dtype = st.sampled_from(list(DTYPES.values()))
+    number_dtype = st.sampled_from(list(FLOATS.values()))
+    dtype = st.sampled_from([d for d in DTYPES.values() if d is not torch.int64])
     index = st.sampled_from([("row",), ("0", "row % 7"), ("row // n0", "row % n0"), ("row // 2*n0 % n1",)])
     kinds = [Kind.TILE, *draw(st.lists(st.sampled_from(list(Kind)), max_size=4))]
     operands = [
@@ -150,7 +162,8 @@ def programs(draw: st.DrawFn) -> RowProgram:
             number = st.floats(allow_nan=False)
             args = tuple(draw(st.one_of(st.sampled_from(list(known)), number)) for _ in range(POINTWISE[op].arity))
             kind = Kind.join([known[a] for a in args if isinstance(a, str)])
-        statements.append(Statement(f"v{i}", op, args, kind, draw(dtype)))
+        boolean = op in POINTWISE and POINTWISE[op].boolean
+        statements.append(Statement(f"v{i}", op, args, kind, torch.bool if boolean else draw(number_dtype)))
         known[f"v{i}"] = kind
     outputs = tuple(Output(n, draw(index) if k in (Kind.TILE, Kind.ROW) else ()) for n, k in known.items())
     return RowProgram(draw(st.integers(1, MAX_COLS)), tuple(operands), tuple(statements), outputs, ("n0", "n1"))
@@ -161,6 +174,34 @@ def test_any_program_reads_back_from_its_text(program: RowProgram) -> None:
     assert parse(str(program.verify())) == program
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("v: tile f32 = gt(x, 0.0)", "a comparison gives b8"),
+        ("v: tile b8 = add(x, 1.0)", "a comparison gives b8"),
+        ("v: tile b8 = cast(x)", "a comparison gives b8"),
+        ("v: tile bf16 = rand(seed)", "random numbers are f32"),
+        ("v: tile f32 = rand(x)", "expected one i64 scalar"),
+        ("v: row f32 = rand(seed)", "is declared row"),
+        ("v: tile f32 = add(x, seed)", "an i64 seeds random numbers"),
+    ],
+)
+def test_truth_values_and_seeds_are_used_as_such(line: str, message: str) -> None:
+    head = "row_program cols=4\nin x: tile f32 [row]\nin seed: scalar i64\nu: tile f32 = rand(seed)"
+    text = f"{head}\n{line}\nout v [row]\nout u [row]"
+    with pytest.raises(ProgramError, match=message):
+        parse(text)
+
+
+def test_the_random_numbers_are_those_of_philox() -> None:
+    # Random123's known answer for Philox-4x32-10, key 0 and counter 0: the first word is 6627e8d5.
+    expected = torch.tensor(float(0x6627E8D5)).mul(4.6566127342e-10)
+    for op in ("rand", "rand_cpu"):
+        numbers = reference.uniform(op, torch.tensor(0), 64, 32)
+        assert numbers[0, 0] == expected
+        assert numbers.min() >= 0 and numbers.max() < 1 and abs(float(numbers.mean()) - 0.5) < 0.02
+
+
 def test_the_shared_test_programs_are_programs() -> None:
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         assert parse(POINTWISE_PROGRAM.format(cols=5, dtype=dtype)).n_phases == 2
