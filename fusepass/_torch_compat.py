@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_m
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "MUST_BE_IN_BACKWARD",
     "BatchNorm",
     "CustomGraphPass",
     "auto_functionalized_v2",
@@ -36,6 +37,7 @@ __all__ = [
     "isolated_trace",
     "kernel_side_table",
     "mode_options",
+    "multiprocessors",
     "no_dispatch_modes",
     "reset_cudagraphs",
     "same_size",
@@ -57,6 +59,13 @@ def same_size(a: Any, b: Any) -> bool:
 def size_text(size: Any) -> str:
     """A size's symbolic expression, as text: equal text means an equal size."""
     return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors (compute units) a GPU has (tried on torch 2.13)."""
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    return int(DeviceProperties.create(device).multi_processor_count)
 
 
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
@@ -134,10 +143,20 @@ def cpp_compiler_version() -> str:
     return str(get_compiler_version_info(get_cpp_compiler()))
 
 
-def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], post_grad: Any) -> Any:
-    """Compile with Inductor, its config patched and checked as `torch.compile(..., options=patches)` does."""
+MUST_BE_IN_BACKWARD = "must_be_in_backward"
+"""The `partitioner_tag` of a node of a joint graph that the backward is to compute (tried on torch 2.13)."""
+
+
+def inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], passes: dict[str, CustomGraphPass]
+) -> Any:
+    """Compile with Inductor, its config patched and checked as `torch.compile(..., options=patches)` does.
+
+    `passes` are ours, by the name of the config entry that they go to; each runs after what the user has put there.
+    """
+    earlier = {name: patches.pop(name, None) or getattr(inductor_config, name) for name in passes}
     wrapper = torch._TorchCompileInductorWrapper(None, patches, None)
-    wrapper.config["post_grad_custom_pre_pass"] = post_grad
+    wrapper.config.update({name: chain_passes(earlier[name], ours) for name, ours in passes.items()})
     return wrapper(gm, example_inputs)
 
 

@@ -12,15 +12,14 @@ import torch
 from torch import fx
 
 from ._torch_compat import (
-    chain_passes,
     fresh_compile,
     inductor,
-    inductor_config,
     mode_options,
     reset_cudagraphs,
     tree_leaves,
 )
 from .fuse_pass import FusePass, GraphReport
+from .joint_pass import JointPass
 from .options import resolve
 from .report import Report
 
@@ -48,8 +47,9 @@ def fusepass(
     """
     ours, inductors = resolve(options)
     patches = {**mode_options(mode, None), **inductors}
-    existing = patches.pop("post_grad_custom_pre_pass", None) or inductor_config.post_grad_custom_pre_pass
-    return inductor(gm, example_inputs, patches, chain_passes(existing, FusePass(ours, listener)))
+    fuse = FusePass(ours, listener)
+    passes = {"post_grad_custom_pre_pass": fuse, "joint_custom_post_pass": JointPass(ours, fuse.uuid())}
+    return inductor(gm, example_inputs, patches, passes)
 
 
 # What `torch._dynamo.reset()` calls, as on Inductor's own backend.

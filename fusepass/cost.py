@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .lift import val
 from .regions import Read, Region
 from .row_program import Kind, RowProgram, Statement
+from .rules import val
 
 _GPU_PERSISTENT_COLS = 1024
 

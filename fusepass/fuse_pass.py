@@ -17,12 +17,13 @@ from . import provenance
 from ._torch_compat import CustomGraphPass
 from .errors import StrictError
 from .kernels.source import source
-from .lift import Lifted, first_mutation, lift, val
+from .lift import Lifted, first_mutation, lift
 from .options import Options, resolve
 from .plan import Plan, PlannedRegion, Verdict, make_plan, unnormed_sums
 from .regions import Region, Unsupported, build_region, find_regions
 from .report import Site, Untouched
 from .rewrite import Rewriter, UnknownSize
+from .rules import val
 from .validate import validate
 from .verdict import Reason, Rejection
 

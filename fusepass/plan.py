@@ -13,18 +13,18 @@ from torch import fx
 
 from . import cost
 from ._torch_compat import BatchNorm, same_size
-from .lift import REDUCTIONS, VIEWS, Lifted, reduced_dims, val
+from .lift import Lifted
 from .provenance import is_made_by
 from .recognise import Norm, recognise
+from .recognise_backward import recognise_backward
 from .regions import Region, build_region
 from .row_program import DTYPE_NAMES, MAX_COLS
+from .rules import CASTS, REDUCTIONS, VIEWS, reduced_dims, val
 from .verdict import Reason, Rejection
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 DEVICES = ("cpu", "cuda", "xpu")
-_CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
 _MOVES = frozenset({aten.permute.default, aten.transpose.int})
 _FACTORS = frozenset(
     {
@@ -37,6 +37,9 @@ _FACTORS = frozenset(
         aten.neg.default,
     }
 )
+_MAKES_A_SUM_OR_NORM = frozenset(f"aten.{op}" for op in ("add.Tensor", "native_layer_norm.default", "mul.Tensor"))
+RESIDUAL_MARK = "fusepass_residual"
+"""In a node's meta: whether the norm that the node belongs to has a residual sum in front of it."""
 _ROOTS = frozenset({aten.rsqrt.default, aten.sqrt.default, aten.pow.Tensor_Scalar, aten.reciprocal.default})
 
 
@@ -111,7 +114,7 @@ def unnormed_sums(graph: fx.Graph, plan: Plan) -> list[tuple[fx.Node, Rejection]
 
 
 def _plan_region(region: Region, lifted: dict[fx.Node, Lifted]) -> PlannedRegion | None:
-    norms = recognise(region.program)
+    norms = (*recognise(region.program), *recognise_backward(region.program))
     if not norms:
         return None
     device = val(region.tile).device
@@ -120,7 +123,8 @@ def _plan_region(region: Region, lifted: dict[fx.Node, Lifted]) -> PlannedRegion
     if misses and len(misses) < len(norms):  # what looks like a norm and is none stays out of the others' kernel
         untouched = [_judge(region, norm, device) for norm in misses]
         region = _without(region, misses, norms, lifted)
-        verdicts = [_judge(region, n, device) for n in recognise(region.program) if n.rejection is None] + untouched
+        again = (*recognise(region.program), *recognise_backward(region.program))
+        verdicts = [_judge(region, n, device) for n in again if n.rejection is None] + untouched
     if not any(v.rejection is None and v.residual for v in verdicts):
         # beside a fused one, a norm without a residual sum (a sandwich block's inner norm) is part of its kernel
         verdicts = [v if v.rejection else _without_residual(v) for v in verdicts]
@@ -161,15 +165,37 @@ def _reject_all(p: PlannedRegion) -> PlannedRegion:
 def _judge(region: Region, norm: Norm, device: torch.device) -> Verdict:
     node = region.node_of(norm.output)
     start = region.holder_of(norm.input)
-    sum_node = residual_sum(start)
+    sum_node = _gradient_sum(region, node, start) if norm.backward else residual_sum(start)
     rejection = norm.rejection
-    if rejection is None and sum_node is not None and sum_node not in region.nodes:
+    if rejection is None and sum_node is not None and sum_node not in region.nodes and not norm.backward:
         rejection = Rejection(
             Reason.SUM_OUTSIDE_REGION, f"{_outside(start, region)} stands between the sum {sum_node.name} and the norm"
         )
     if rejection is None and device.type not in DEVICES:
         rejection = Rejection(Reason.UNSUPPORTED_DEVICE, f"device {device} is not one of {', '.join(DEVICES)}")
     return Verdict(norm.kind, node, sum_node, rejection)
+
+
+def _gradient_sum(region: Region, gradient: fx.Node, start: fx.Node) -> fx.Node | None:
+    """What tells that a norm's gradient belongs to a residual sum, or None.
+
+    That is the joint pass's mark. Without it (this pass alone, in a user's own set-up) it is the sum, saved or computed
+    again, or the normalised row, of which nobody can tell; or else the add that joins the gradient with the residual
+    stream's own.
+    """
+    chain = look_back(start)
+    marked = [n for n in chain if RESIDUAL_MARK in n.meta]
+    if marked:
+        return next((n for n in marked if n.meta[RESIDUAL_MARK]), None)
+    if chain[-1].op == "placeholder" and str(chain[-1].meta.get("original_aten")) in _MAKES_A_SUM_OR_NORM:
+        return chain[-1]
+    adds = (n for n in region.nodes if n.target is aten.add.Tensor and _two_tiles(n))
+    return residual_sum(start) or next((n for n in adds if _reads(n, gradient)), None)
+
+
+def _reads(node: fx.Node, source: fx.Node) -> bool:
+    """Whether `source`, seen through casts and views, is added by `node`, or is such a sum itself."""
+    return any(isinstance(a, fx.Node) and source in look_back(a) for a in node.args[:2]) or node is source
 
 
 def _without(region: Region, misses: list[Norm], norms: Sequence[Norm], lifted: dict[fx.Node, Lifted]) -> Region:
@@ -189,7 +215,7 @@ def _without_residual(v: Verdict) -> Verdict:
 
 
 def _outside(start: fx.Node, region: Region) -> str:
-    for node in _back(start):
+    for node in look_back(start):
         if node not in region.nodes:
             return f"{node.name} ({node.target})"
     return start.name
@@ -200,13 +226,13 @@ def _outside(start: fx.Node, region: Region) -> str:
 
 def residual_sum(node: fx.Node) -> fx.Node | None:
     """The add of two activations that `node` is, seen through casts, views, dropout and factors; or None."""
-    for n in _back(node):
+    for n in look_back(node):
         if n.target is aten.add.Tensor and _two_tiles(n):
             return n
     return None
 
 
-def _back(node: fx.Node) -> list[fx.Node]:
+def look_back(node: fx.Node) -> list[fx.Node]:
     """`node` and what it is, seen through casts, views, moves of rows, masks, and sums and products with vectors."""
     chain = [node]
     while True:
@@ -219,7 +245,7 @@ def _back(node: fx.Node) -> list[fx.Node]:
 def _inner(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    if node.target in VIEWS | _CASTS | _MOVES:
+    if node.target in VIEWS | CASTS | _MOVES:
         return node.args[0]
     if node.target in _FACTORS:
         operands = [a for a in node.args[:2] if isinstance(a, fx.Node) and not _is_vector(a, node)]
@@ -253,14 +279,14 @@ def _is_vector(arg: fx.Node, user: fx.Node) -> bool:
 def _norms_outside(graph: fx.Graph, in_regions: set[fx.Node], refused: Mapping[fx.Node, Rejection]) -> list[Verdict]:
     found = []
     for node in graph.nodes:
-        if node.target in REDUCTIONS and node not in in_regions and (kind := _resembles(node)) is not None:
-            source = _normalised(node)
+        if node.target in REDUCTIONS and node not in in_regions and (kind := resembles(node)) is not None:
+            source = normalised(node)
             rejection = refused.get(node) or _why_not_lifted(node)
             found.append(Verdict(kind, node, residual_sum(source), rejection))
     return found
 
 
-def _resembles(node: fx.Node) -> str | None:
+def resembles(node: fx.Node) -> str | None:
     """The norm that a reduction outside every region belongs to, by the square before it and the root after it."""
     dims, ndim = reduced_dims(node), val(node.args[0]).ndim  # type: ignore[arg-type]
     if ndim == 0 or (0 in dims and 1 not in dims and ndim > 2) or is_made_by(node, BatchNorm):
@@ -285,7 +311,7 @@ def _square_of(node: fx.Node) -> fx.Node | None:
     return source.args[0] if is_square or source.target is aten.square.default else None
 
 
-def _normalised(node: fx.Node) -> fx.Node:
+def normalised(node: fx.Node) -> fx.Node:
     """The node whose values are normalised: what is squared, before its mean is subtracted."""
     inner = _square_of(node)
     if inner is None:

@@ -12,8 +12,10 @@ form: (m1, m2 - m1^2) for LayerNorm, (0, m2) for RMSNorm. The normal forms to co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
 
@@ -30,7 +32,7 @@ from .verdict import Reason, Rejection
 
 _Z = sympy.Symbol("Z", real=True)
 _MOMENTS = (sympy.Integer(1), sympy.Symbol("m1", real=True), sympy.Symbol("m2", positive=True))
-_MOST_OPERATIONS = 60  # of an expression: no norm of z is larger; norms of norms of z grow without bound
+MOST_OPERATIONS = 60  # of an expression: no norm of z is larger; norms of norms of z grow without bound
 _HALF = sympy.Rational(1, 2)
 
 
@@ -39,7 +41,8 @@ class Norm:
     """A norm that a program computes.
 
     `kind` is the pattern's name; `input` the value that is normalised; `output` the normalised tile (times its weight,
-    where it has one); `reductions` the row statistics it uses; `rejection` is set for a near-miss.
+    where it has one); `reductions` the row statistics it uses; `rejection` is set for a near-miss. Of a norm's
+    gradient (`backward`), `input` is still the norm's own input and `output` the gradient of it.
     """
 
     kind: str
@@ -47,6 +50,7 @@ class Norm:
     output: str
     reductions: frozenset[str]
     rejection: Rejection | None = None
+    backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,22 +134,30 @@ def _evaluate(program: RowProgram, z: str, reductions: frozenset[str]) -> tuple[
         if name == z:
             expressions[name], used[name] = _Z, set()
         elif not isinstance(value, Statement):
-            expressions[name] = _symbol(name, value.kind)
+            expressions[name] = value_symbol(name, value.kind)
         elif value.op in POINTWISE:
             expressions[name] = POINTWISE[value.op].sympy(
-                *(expressions[a] if isinstance(a, str) else sympy.nsimplify(a, rational=True) for a in value.args)
+                *(expressions[a] if isinstance(a, str) else exact(a) for a in value.args)
             )
         elif name in reductions:
             expressions[name] = _reduce(value, expressions[args[0]], program.cols)
             used[name] = used[name] | {name}
         else:
-            expressions[name] = _symbol(name, value.kind)
-        if expressions[name].count_ops() > _MOST_OPERATIONS:
-            expressions[name] = _symbol(name, value.kind)
+            expressions[name] = value_symbol(name, value.kind)
+        if expressions[name].count_ops() > MOST_OPERATIONS:
+            expressions[name] = value_symbol(name, value.kind)
     return expressions, used
 
 
-def _symbol(name: str, kind: Kind) -> Any:
+def exact(number: float) -> Any:
+    """A literal as the fraction that it stands for: 1/768 is not the nearest float to it."""
+    fraction = Fraction(number).limit_denominator(1_000_000) if math.isfinite(number) else number
+    is_it = math.isfinite(number) and abs(float(fraction) - number) <= 1e-14 * abs(number)
+    return sympy.Rational(fraction) if is_it else sympy.nsimplify(number, rational=True)
+
+
+def value_symbol(name: str, kind: Kind) -> Any:
+    """A value that is known only by name."""
     return sympy.Symbol(f"{kind.value}_{name}", positive=kind is Kind.SCALAR, real=True)
 
 
@@ -163,16 +175,16 @@ def _reduce(s: Statement, expression: Any, cols: int) -> Any:
     So is a statistic of values that are normalised already: it belongs to a norm with another input.
     """
     if s.op not in ("row_sum", "row_mean") or any(_is_root(p) for p in expression.atoms(sympy.Pow)):
-        return _symbol(s.name, Kind.ROW)
+        return value_symbol(s.name, Kind.ROW)
     try:
         poly = sympy.Poly(sympy.expand(expression), _Z)
     except sympy.PolynomialError:
-        return _symbol(s.name, Kind.ROW)
+        return value_symbol(s.name, Kind.ROW)
     coefficients = list(reversed(poly.all_coeffs()))
     if len(coefficients) > len(_MOMENTS) or any(
         _is_tile(f) or _is_col(f) for c in coefficients for f in c.free_symbols
     ):
-        return _symbol(s.name, Kind.ROW)
+        return value_symbol(s.name, Kind.ROW)
     mean = sympy.expand(sum(c * m for c, m in zip(coefficients, _MOMENTS, strict=False)))
     return mean * cols if s.op == "row_sum" else mean
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,9 +21,10 @@ import torch
 from torch import fx
 
 from ._torch_compat import same_size, size_text
-from .lift import Lifted, Role, Space, val
-from .row_ops import COL_REDUCTIONS, POINTWISE, ROW_REDUCTIONS
+from .lift import Lifted, Space, same_space
+from .row_ops import COL_REDUCTIONS, GENERATORS, POINTWISE, ROW_REDUCTIONS
 from .row_program import Kind, Operand, Output, RowProgram, Statement
+from .rules import CASTS, Role, val
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class Region:
         """The first node, in graph order, that holds a value of the program; or else the one it was computed for."""
         return next((n for n in self.nodes if self.value_of.get(n) == value), self.made_by[value])
 
+    def is_col_sum(self, node: fx.Node) -> bool:
+        """Whether a member holds a column sum."""
+        value = self.program.values.get(str(self.value_of.get(node)))
+        return isinstance(value, Statement) and value.op in COL_REDUCTIONS
+
     def holder_of(self, value: str) -> fx.Node:
         """The node that holds a value of the program: a member, or the node that an operand reads."""
         names = [o.name for o in self.program.operands]
@@ -93,15 +100,44 @@ def find_regions(lifted: dict[fx.Node, Lifted]) -> list[list[fx.Node]]:
             other = lifted.get(source)
             if other and other.depth == entry.depth and _joined(other, entry):
                 parent[root(source)] = root(node)
+    seeded = {root(n) for n, entry in lifted.items() if entry.rule.role is Role.REDUCTION}
+    summed = {root(n) for n, entry in lifted.items() if entry.rule.role is Role.COLUMN_SUM}
+    for a, b in _readers_of_one_tile(lifted):
+        part, whole = (a, b) if root(b) in seeded else (b, a)
+        if root(part) in summed - seeded and root(whole) in seeded:
+            parent[root(part)] = root(whole)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in lifted:
         groups[root(node)].append(node)
-    seeded = [g for g in groups.values() if any(lifted[n].rule.role is Role.REDUCTION for n in g)]
-    return [absorb_columns(g, lifted) for g in seeded]
+    return [absorb_results(absorb_columns(g, lifted), lifted) for n, g in groups.items() if n in seeded]
 
 
 def _joined(source: Lifted, user: Lifted) -> bool:
-    return source.space.cols == user.space.cols and same_size(source.space.rows, user.space.rows)
+    """Whether the value of one liftable node enters the other row by row. A column sum enters nothing of its depth."""
+    return source.kind is not Kind.COL and same_space(source.space, user.space)
+
+
+def _readers_of_one_tile(lifted: dict[fx.Node, Lifted]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Pairs of nodes of equal depth and space that read the same tile from outside.
+
+    In FP32 the sum for a norm's weight gradient has no edge to the input's gradient: it reads the same tiles.
+    """
+    first: dict[tuple[fx.Node, int], fx.Node] = {}
+    for node, entry in lifted.items():
+        for source in node.all_input_nodes:
+            other = lifted.get(source)
+            if (other and other.depth == entry.depth) or not _is_full_tile(source, entry):
+                continue
+            known = first.setdefault((source, entry.depth), node)
+            if known is not node and same_space(lifted[known].space, entry.space):
+                yield known, node
+
+
+def _is_full_tile(source: fx.Node, user: Lifted) -> bool:
+    tensor = val(source)
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or same_size(tensor.shape[-1], 1):
+        return False
+    return same_size(tensor.shape[-1], user.space.cols) and same_size(tensor.numel(), user.space.rows * user.space.cols)
 
 
 def absorb_columns(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[fx.Node]:
@@ -121,6 +157,19 @@ def absorb_columns(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[
     return sorted(members, key=lambda n: lifted[n].order)
 
 
+def absorb_results(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[fx.Node]:
+    """Add the casts and views of column sums, where nothing else reads the sum: the kernel writes the result."""
+    members = set(nodes)
+    for node in nodes:
+        while lifted[node].kind is Kind.COL or node not in nodes:
+            user = next(iter(node.users)) if len(node.users) == 1 else None
+            if user not in lifted or not (user.target in CASTS or lifted[user].rule.role is Role.VIEW):
+                break
+            members.add(user)
+            node = user
+    return sorted(members, key=lambda n: lifted[n].order)
+
+
 def build_region(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> Region:
     """The region of these nodes with its canonical program. Raises `Unsupported`."""
     while True:
@@ -130,6 +179,9 @@ def build_region(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> Region:
             if not any(lifted[n].rule.role is Role.REDUCTION for n in nodes if n is not e.node):
                 raise
             nodes = [n for n in nodes if n is not e.node]
+
+
+_REDUCES = (Role.REDUCTION, Role.COLUMN_SUM)
 
 
 class _Builder:
@@ -157,6 +209,9 @@ class _Builder:
         outputs = []
         for node in writes:
             name = self.value_of[node]
+            if self.is_col_sum(name):
+                outputs.append(Output(name))
+                continue
             if self.kinds[name] not in (Kind.TILE, Kind.ROW):
                 raise Narrow(node)
             if self.kinds[name] is Kind.ROW and self.lifted[node].kind is Kind.TILE:
@@ -229,6 +284,9 @@ class _Builder:
             values = tuple(sorted(values, key=lambda a: (isinstance(a, float), str(a))))
         if op in ROW_REDUCTIONS and self.kinds[str(values[0])] in (Kind.ROW, Kind.SCALAR):  # of one value, repeated
             return self.emit("mul", values[0], float(self.space.cols if op == "row_sum" else 1), dtype=dtype)
+        if op == "cast" and isinstance(values[0], str) and self.is_col_sum(values[0]):  # rounded once, when it is done
+            summed = next(s for s in self.statements.values() if s.name == values[0])
+            return self.emit("col_sum", *summed.args, dtype=dtype)
         key = (op, tuple(repr(a) for a in values), dtype)  # 0.0 and -0.0 are equal, but not the same
         if op == "cast" and isinstance(values[0], str) and self.dtype(values[0]) is dtype:
             return values[0]
@@ -236,6 +294,8 @@ class _Builder:
             kinds = [self.kinds[a] for a in values if isinstance(a, str)]
             if op in POINTWISE:
                 kind = Kind.join(kinds)
+            elif op in GENERATORS:
+                kind = Kind.TILE
             else:
                 kind = Kind.COL if op in COL_REDUCTIONS else Kind.ROW
                 if kinds != [Kind.TILE]:
@@ -246,6 +306,9 @@ class _Builder:
             self.made_by[name] = self.current
         return self.statements[key].name
 
+    def is_col_sum(self, name: str) -> bool:
+        return any(s.name == name and s.op in COL_REDUCTIONS for s in self.statements.values())
+
     def dtype(self, name: str) -> torch.dtype:
         values: list[Operand | Statement] = [*self.operands.values(), *self.statements.values()]
         return next(v.dtype for v in values if v.name == name)
@@ -254,11 +317,13 @@ class _Builder:
 
     def operand(self, node: fx.Node, user: fx.Node) -> str:
         shape = list(val(user).shape) if not isinstance(val(user), (tuple, list)) else list(val(node).shape)
-        if self.lifted[user].rule.role in (Role.VIEW, Role.REDUCTION):
+        if self.lifted[user].rule.role in (Role.VIEW, *_REDUCES):
             shape = list(val(node).shape)
         while node.target is torch.ops.aten.expand.default and isinstance(node.args[0], fx.Node):
+            if same_size(val(node.args[0]).numel(), 1):
+                break  # one gradient for all, as `.sum().backward()` hands out: it takes the place of a tile
             node = node.args[0]  # read the tensor itself: its index says which rows repeat
-        of_tile = self.lifted[user].kind is Kind.TILE or self.lifted[user].rule.role is Role.REDUCTION
+        of_tile = self.lifted[user].kind is Kind.TILE or self.lifted[user].rule.role in _REDUCES
         read = self._read(node, shape, of_tile)
         key = (read.node, read.kind, read.index)
         if key not in self.operands:

@@ -12,11 +12,11 @@ from torch import fx
 
 from ._torch_compat import detect_fake_mode, size_text, stable_topological_sort, tree_leaves
 from .errors import FusepassError
-from .lift import val
 from .lower import KernelCall, lower
 from .plan import PlannedRegion
 from .regions import Read
 from .row_program import Kind
+from .rules import val
 
 aten = torch.ops.aten
 

@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from ._torch_compat import no_dispatch_modes, same_size, size_text
-from .kernels.reference import evaluate, row_indices
-from .lift import VIEWS, Lifted, Role, eager_arguments, val
+from .kernels.reference import evaluate, row_indices, uniform
+from .lift import Lifted
 from .regions import Read, Region
 from .row_program import Kind, Operand, RowProgram
+from .rules import CASTS, VIEWS, Role, eager_arguments, is_random, random_op, val
 from .verdict import Reason, Rejection
 
 aten = torch.ops.aten
@@ -27,7 +28,6 @@ prims = torch.ops.prims
 
 RELATIVE_TOLERANCE = 1e-8
 _MOST_ELEMENTS = 1 << 22  # of a tile that is checked at its true size
-_CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 _checked: dict[tuple[str, str], Rejection | None] = {}
 
 
@@ -141,7 +141,7 @@ def _check_values(region: Region, lifted: dict[fx.Node, Lifted]) -> Rejection | 
         values, ins = _inputs_and_values(region, lifted, shrunk)
     outputs = evaluate(_flat(region.program), shrunk.rows, ins, fp64=True)
     for node, ours in zip(region.writes, outputs, strict=True):
-        theirs = values[node].reshape(ours.shape)
+        theirs = values[node].double().reshape(ours.shape)
         scale = float(theirs.abs().nan_to_num(0, 0, 0).amax()) if theirs.numel() else 0.0
         if not torch.allclose(ours, theirs, rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * scale, equal_nan=True):
             worst = float((ours - theirs).abs().nan_to_num(math.inf).amax())
@@ -186,8 +186,11 @@ def _run_nodes(region: Region, lifted: dict[fx.Node, Lifted], shrunk: _Shrunk) -
                 _make_input(source, node, values, shrunk, region, lifted, generator)
         literal_args, kwargs = eager_arguments(node)
         args: Any = fx.node.map_arg(literal_args, lambda n: values[n])
-        if node.target in _CASTS:
-            values[node] = args[0]
+        if node.target in CASTS:
+            values[node] = args[0].double()
+        elif is_random(node):
+            drawn = uniform(random_op(node), args[1], shrunk.rows, region.space.cols)
+            values[node] = drawn.double().reshape(_small_shape(node, shrunk, region, lifted))
         elif node.target in VIEWS:
             shape = _small_shape(node, shrunk, region, lifted)
             values[node] = args[0].reshape(shape) if args[0].numel() == math.prod(shape) else args[0].expand(shape)
@@ -200,6 +203,8 @@ def _run_nodes(region: Region, lifted: dict[fx.Node, Lifted], shrunk: _Shrunk) -
 def _small_shape(node: fx.Node, shrunk: _Shrunk, region: Region, lifted: dict[fx.Node, Lifted]) -> list[int]:
     tensor = val(node)[0] if isinstance(val(node), (tuple, list)) else val(node)
     shape = list(tensor.shape)
+    if region.is_col_sum(node):
+        return shape
     if not same_size(math.prod(shape[:-1]), region.space.rows) and not same_size(tensor.numel(), region.space.rows):
         return shape  # a per-column value
     if lifted[node].kind is Kind.TILE and lifted[node].rule.role is not Role.REDUCTION:
@@ -217,8 +222,9 @@ def _make_input(
     generator: torch.Generator,
 ) -> None:
     own = list(val(source).shape)
-    if lifted[user].rule.role in (Role.VIEW, Role.REDUCTION):
-        of_tile = lifted[user].kind is Kind.TILE or lifted[user].rule.role is Role.REDUCTION
+    reduces = lifted[user].rule.role in (Role.REDUCTION, Role.COLUMN_SUM)
+    if lifted[user].rule.role is Role.VIEW or reduces:
+        of_tile = lifted[user].kind is Kind.TILE or reduces
         shape = [*shrunk.dims(own[:-1]), own[-1]] if of_tile else shrunk.dims(own)
     else:
         full = list(val(user).shape)
@@ -227,7 +233,11 @@ def _make_input(
     while base.target is aten.expand.default and isinstance(base.args[0], fx.Node):
         base = base.args[0]
     base_shape = shrunk.aligned(list(val(base).shape), own, shape) if base is not source else shape
-    if all(d == 1 for d in base_shape):
+    if val(source).dtype is torch.bool:
+        tensor = torch.rand(base_shape, generator=generator) < 0.5
+    elif val(source).dtype is torch.int64:
+        tensor = torch.randint(1 << 40, base_shape, generator=generator)
+    elif all(d == 1 for d in base_shape):
         tensor = torch.rand(base_shape, generator=generator, dtype=torch.float64) + 0.5
     else:
         tensor = torch.randn(base_shape, generator=generator, dtype=torch.float64)

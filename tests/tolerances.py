@@ -74,6 +74,16 @@ def assert_few_roundings_from_eager(fused: torch.Tensor, eager: torch.Tensor) ->
         )
 
 
+def assert_same_sums(fused: torch.Tensor, eager: torch.Tensor, summed: int, scale: float = 1) -> None:
+    """For sums of up to `summed` terms in another order: roundings add up like a random walk, at the largest scale."""
+    assert fused.dtype == eager.dtype and fused.shape == eager.shape
+    if eager.numel():
+        scale = max(scale, 1 + float(eager.double().abs().amax()))
+        allowed = FEW_ROUNDINGS[fused.dtype] * ROUNDING_UNIT[fused.dtype] * scale * max(1.0, summed**0.5)
+        error = float((fused.double() - eager.double()).abs().amax())
+        assert error <= allowed, f"error {error:.3e}, allowed {allowed:.3e}"
+
+
 def assert_same_within_roundings(
     fused: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype, statements: int, summed: int, scale: float
 ) -> None:

@@ -64,10 +64,17 @@ class Captured:
 
 
 def fuse(
-    fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, options: dict[str, Any] | None = None
+    fn: Callable[..., Any],
+    *args: Any,
+    dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
+    into: Captured | None = None,
 ) -> Captured:
-    """Run `fn(*args)` through the pass; `strict` unless `options` say otherwise."""
-    captured = Captured()
+    """Run `fn(*args)` through the pass; `strict` unless `options` say otherwise.
+
+    A backward graph is captured when the caller runs the backward, then or later.
+    """
+    captured = into or Captured()
     fuse_pass = fusepass.FusePass({"fusepass.strict": True, **(options or {})}, captured.reports.append)
 
     def compiler(gm: fx.GraphModule, inputs: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusepass import fuse_pass, lift, regions, validate
+from fusepass import fuse_pass, regions, rules, validate
 from fusepass.errors import StrictError
 from tests.graph.capture import fuse
 
@@ -30,15 +30,15 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "_checked", {})
 
 
-def _wrong(op: str) -> lift.Rule:
-    return lift.Rule(lift.Role.POINTWISE, lambda emit, node, args: emit(op, *args, dtype=node.meta["val"].dtype))
+def _wrong(op: str) -> rules.Rule:
+    return rules.Rule(rules.Role.POINTWISE, lambda emit, node, args: emit(op, *args, dtype=node.meta["val"].dtype))
 
 
 @pytest.mark.parametrize(
     ("target", "op"), [(aten.mul.Tensor, "sub"), (aten.rsqrt.default, "sqrt"), (aten.add.Tensor, "sub")]
 )
 def test_a_wrong_lift_is_never_used(monkeypatch: pytest.MonkeyPatch, target: object, op: str) -> None:
-    monkeypatch.setitem(lift.RULES, target, _wrong(op))
+    monkeypatch.setitem(rules.RULES, target, (_wrong(op),))
     args = _args(2, 3)
     with torch.no_grad():
         captured = fuse(site, *args, options={"fusepass.strict": False})
@@ -47,10 +47,10 @@ def test_a_wrong_lift_is_never_used(monkeypatch: pytest.MonkeyPatch, target: obj
 
 
 def test_a_mismatch_is_reported_and_raised_when_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    def emit_third(emit: lift.Emit, node: torch.fx.Node, args: list[str]) -> str:
+    def emit_third(emit: rules.Emit, node: torch.fx.Node, args: list[str]) -> str:
         return emit("mul", emit("square", args[0], dtype=torch.float32), 1.0 + 1e-6, dtype=torch.float32)
 
-    monkeypatch.setitem(lift.RULES, aten.pow.Tensor_Scalar, lift.Rule(lift.Role.POINTWISE, emit_third))
+    monkeypatch.setitem(rules.RULES, aten.pow.Tensor_Scalar, (rules.Rule(rules.Role.POINTWISE, emit_third),))
     with torch.no_grad():
         captured = fuse(site, *_args(2, 3), options={"fusepass.strict": False})
         assert captured.reasons == ["VALIDATION_FAILED"] and "differs" in captured.sites[0].detail
