@@ -1,8 +1,13 @@
 """How much memory traffic a site costs, by us and by Inductor, in tiles.
 
-A tile is one read or write of a whole rows x cols tensor. Ours is exact: each operand is read once, each output
-written once. Inductor's is an estimate, from its generated code: its kernel for a row reduction reads back a tensor
-that it has just stored, on a CPU at every width and on a GPU above 1024 columns, where it loops over the row.
+A tile is one read or write of a whole rows x cols tensor. Ours is exact but for the partial sums of columns: each
+operand is read once, each output written once. Inductor's is an estimate, from its generated code:
+
+- Its kernel for a row reduction reads back a tensor that it has just stored, on a CPU at every width and on a GPU above
+  1024 columns, where it loops over the row.
+- A sum over the columns of a tile that it has just stored is a kernel of its own, which reads the tile again. Other
+  sums over columns join the row reductions' kernel only on a GPU and only for many rows (the conditions of torch 2.11
+  to 2.14); elsewhere they read their tiles again too.
 """
 
 from __future__ import annotations
@@ -10,10 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .regions import Read, Region
-from .row_program import Kind, RowProgram, Statement
+from .row_ops import COL_REDUCTIONS
+from .row_program import Kind, Operand, RowProgram, Statement
 from .rules import val
 
 _GPU_PERSISTENT_COLS = 1024
+_GPU_FEWEST_ROWS = 4096
+_GPU_FEWEST_ELEMENTS = 5 << 20
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,32 @@ def traffic(region: Region, device_type: str) -> Traffic:
     reads = sum(_part(r, region) for r in region.reads if r.kind is Kind.TILE)
     writes = sum(p.values[o.value].kind is Kind.TILE for o in p.outputs)
     reloads = device_type == "cpu" or p.cols > _GPU_PERSISTENT_COLS
-    return Traffic(reads + writes, reads + writes + (_stored_then_reduced(p) if reloads else 0))
+    again = (_stored_then_reduced(p) if reloads else 0) + _read_for_column_sums(p, _joins_sums(region, device_type))
+    return Traffic(reads + writes, reads + writes + again)
+
+
+def _joins_sums(region: Region, device_type: str) -> bool:
+    """Whether Inductor computes sums over columns in the same kernel as the row reductions."""
+    rows, cols = region.space.rows, region.space.cols
+    if device_type == "cpu" or not isinstance(rows, int):
+        return False
+    return rows >= 2 * cols and rows >= _GPU_FEWEST_ROWS and rows * cols >= _GPU_FEWEST_ELEMENTS
+
+
+def _read_for_column_sums(p: RowProgram, joined: bool) -> int:
+    """How many tiles are read only for sums over their columns."""
+    stored = {o.value for o in p.outputs if p.values[o.value].kind is Kind.TILE}
+    again: set[str] = set()
+    for s in p.statements:
+        stack = list(s.value_args) if s.op in COL_REDUCTIONS else []
+        while stack:
+            name = stack.pop()
+            value = p.values[name]
+            if name in stored or (isinstance(value, Operand) and value.kind is Kind.TILE and not joined):
+                again.add(name)
+            elif isinstance(value, Statement):
+                stack.extend(value.value_args)
+    return len(again)
 
 
 def _part(read: Read, region: Region) -> float:

@@ -76,8 +76,8 @@ def _mark(node: fx.Node) -> None:
     z = normalised(node)
     has_sum = residual_sum(z) is not None
     tile = val(z).shape
-    reached = set(look_back(z))
-    queue = [z]
+    queue = look_back(z)
+    reached = set(queue)
     while queue:
         current = queue.pop()
         reached.add(current)

@@ -184,9 +184,9 @@ def _gradient_sum(region: Region, gradient: fx.Node, start: fx.Node) -> fx.Node 
     stream's own.
     """
     chain = look_back(start)
-    marked = [n for n in chain if RESIDUAL_MARK in n.meta]
-    if marked:
-        return next((n for n in marked if n.meta[RESIDUAL_MARK]), None)
+    marked = next((n for n in chain if RESIDUAL_MARK in n.meta), None)
+    if marked is not None:
+        return marked if marked.meta[RESIDUAL_MARK] else None
     if chain[-1].op == "placeholder" and str(chain[-1].meta.get("original_aten")) in _MAKES_A_SUM_OR_NORM:
         return chain[-1]
     adds = (n for n in region.nodes if n.target is aten.add.Tensor and _two_tiles(n))

@@ -110,14 +110,17 @@ def _seen(program: RowProgram, reduction: Statement, z: str, g: str) -> set[str]
 
 
 def _gradient_of(program: RowProgram, z: str, g: str, reductions: frozenset[str]) -> Norm | None:
-    """The gradient with respect to z: the last value before it is added to another tile."""
+    """The gradient with respect to z: the last value before another tile is added to it."""
     relative = _Relative(program, z, g, reductions)
     found: Norm | None = None
+    added: set[Any] = set()  # the tiles that had been added to it by then
     for s in program.statements:
         used = relative.used[s.name]
         if s.kind is Kind.TILE and used and (kind := relative.kind_of(s.name)) is not None:
-            if found is not None and any(_is_tile(f) for f in relative.expressions[s.name].free_symbols):
+            tiles = {f for f in relative.expressions[s.name].free_symbols if _is_tile(f)}
+            if found is not None and tiles != added:
                 break
+            added = tiles
             found = Norm(kind, z, s.name, frozenset(used), backward=True)
     return found
 

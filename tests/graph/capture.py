@@ -1,12 +1,12 @@
 """The graphs that Inductor would lower, before and after the pass, without lowering them.
 
 `fuse(fn, *args)` runs `fn` through Dynamo and AOTAutograd with Inductor's decompositions and partitioner, applies the
-pass to each graph, and runs the rewritten graphs node by node: quick, and independent of Inductor's code generation.
+passes to the joint graph and to each graph after it, and runs the rewritten graphs node by node: quick, and independent
+of Inductor's code generation.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import fusepass
 from fusepass.fuse_pass import GraphReport
+from fusepass.joint_pass import JointPass
 from fusepass.report import Site
 
 aten = torch.ops.aten
@@ -76,6 +77,7 @@ def fuse(
     """
     captured = into or Captured()
     fuse_pass = fusepass.FusePass({"fusepass.strict": True, **(options or {})}, captured.reports.append)
+    joint_pass = JointPass(fuse_pass.options, fuse_pass.uuid())
 
     def compiler(gm: fx.GraphModule, inputs: Any) -> Any:
         captured.before.append(fx.GraphModule(gm, _copy(gm.graph)))
@@ -85,12 +87,18 @@ def fuse(
         captured.after.append(gm)
         return make_boxed_func(gm.forward)
 
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        joint_pass(joint.graph)
+        joint.graph.lint()
+        joint.recompile()
+        return min_cut_rematerialization_partition(joint, *args, compiler="inductor", **kwargs)
+
     backend = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
         inference_compiler=compiler,
         decompositions=select_decomp_table(),
-        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+        partition_fn=partition,
     )
     torch._dynamo.reset()
     captured.result = torch.compile(fn, backend=backend, dynamic=dynamic)(*args)
