@@ -2,7 +2,7 @@
 
 Each operation has a meaning (`torch`, used by the reference evaluator, and `sympy`, used by the recogniser) and two
 spellings (`triton` and `cpp`), which may be expressions over `{0}`, `{1}`, ... Truth values are held as 1.0 and 0.0. A
-new operation costs one line here, one line in `lift.py`, and, where C++ has no operator for it, one overload in
+new operation costs one line here, one line in `rules.py`, and, where C++ has no operator for it, one overload in
 `kernels/cpp_prelude.h`.
 """
 

@@ -1,98 +1,14 @@
-// What every generated row kernel stands on: a step of `kLanes` columns as FP32 or FP64 vectors of at::vec, loads that
-// widen, stores that narrow, reductions over a row, and rows that are split over threads.
-
-#include <torch/csrc/inductor/cpp_prefix.h>
-
-#include <ATen/cpu/vec/vec.h>
-#include <ATen/cpu/vec/functional.h>
-#include <cstddef>
-#include <cstdlib>
-#include <new>
-#include <vector>
+// What every generated row kernel stands on besides its steps (`cpp_vectors.h`): rows in memory, loops, rows split over
+// threads, sums over rows and columns, and the operations that C++ has no operator for.
 
 namespace {
-
-using at::vec::Vectorized;
-using at::vec::VectorizedN;
-using c10::BFloat16;
-using c10::Half;
-
-#define FUSEPASS_INLINE inline __attribute__((always_inline))
-
-// One step along a row: as many FP32 columns as fill one vector of 16-bit columns.
-constexpr int kVectors = 2;
-using Floats = VectorizedN<float, kVectors>;
-using Doubles = VectorizedN<double, 2 * kVectors>;
-template <typename T>
-using Narrow = VectorizedN<T, 1>;  // the same columns as BFloat16 or Half
-constexpr int kLanes = Floats::size();
-static_assert(Doubles::size() == kLanes && Narrow<BFloat16>::size() == kLanes);
-
-// How many columns of a step are inside the row.
-struct AllLanes {};
-struct FirstLanes {
-  int count;
-};
 
 // Reductions start afresh every kBlock columns, so that rounding errors grow with kBlock / kLanes + cols / kBlock.
 constexpr int64_t kBlock = 64 * kLanes;
 // Column sums are kept in FP32 for this many rows, then added to FP64 totals.
-constexpr int64_t kRowBlock = 32;
-
-// ---- conversions ----
-
-FUSEPASS_INLINE Doubles to_doubles(const Floats& a) {
-  alignas(64) float from[kLanes];
-  alignas(64) double to[kLanes];
-  a.store(from);
-  for (int i = 0; i < kLanes; ++i) to[i] = from[i];
-  return Doubles::loadu(to);
-}
-FUSEPASS_INLINE Doubles to_doubles(const Doubles& a) { return a; }
-FUSEPASS_INLINE double to_doubles(double a) { return a; }
-
-FUSEPASS_INLINE Floats to_floats(const Doubles& a) {
-  alignas(64) double from[kLanes];
-  alignas(64) float to[kLanes];
-  a.store(from);
-  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<float>(from[i]);
-  return Floats::loadu(to);
-}
-FUSEPASS_INLINE Floats to_floats(const Floats& a) { return a; }
-template <typename T>
-FUSEPASS_INLINE Floats to_floats(const Narrow<T>& a) { return at::vec::convert<float, 2, T, 1>(a); }
-FUSEPASS_INLINE float to_floats(double a) { return static_cast<float>(a); }
-
-template <typename T>
-FUSEPASS_INLINE Narrow<T> narrow(const Floats& a) {
-  Narrow<T> result;
-  result[0] = at::vec::convert<T, 1, float, 2>(a);
-  return result;
-}
-// Half and BFloat16 rounding of one number, as of a vector.
-template <typename T>
-FUSEPASS_INLINE float round_to(float a) { return static_cast<float>(static_cast<T>(a)); }
-template <typename T>
-FUSEPASS_INLINE Floats round_to(const Floats& a) { return to_floats<T>(narrow<T>(a)); }
+constexpr int64_t kRowBlock = 16;
 
 // ---- memory ----
-
-template <typename Vector, typename T>
-FUSEPASS_INLINE Vector load_as(const T* p, AllLanes) { return Vector::loadu(p); }
-template <typename Vector, typename T>
-FUSEPASS_INLINE Vector load_as(const T* p, FirstLanes n) { return Vector::loadu(p, n.count); }
-
-template <typename Lanes>
-FUSEPASS_INLINE Floats load(const float* p, Lanes n) { return load_as<Floats>(p, n); }
-template <typename Lanes>
-FUSEPASS_INLINE Doubles load(const double* p, Lanes n) { return load_as<Doubles>(p, n); }
-template <typename T, typename Lanes>
-FUSEPASS_INLINE Floats load(const T* p, Lanes n) { return to_floats<T>(load_as<Narrow<T>>(p, n)); }
-
-template <typename T, typename Vector>
-FUSEPASS_INLINE void store(T* p, const Vector& a, AllLanes) { a.store(p); }
-template <typename T, typename Vector>
-FUSEPASS_INLINE void store(T* p, const Vector& a, FirstLanes n) { a.store(p, n.count); }
 
 // Brings the cache lines of one step of columns closer.
 template <typename T>
@@ -150,7 +66,7 @@ FUSEPASS_INLINE void for_columns(int64_t begin, int64_t end, const Step& step) {
   if (c < end) step(c, FirstLanes{static_cast<int>(end - c)});
 }
 
-// Splits rows into at most `threads` parts of at least `grain` rows: `body(part, n_parts, first row, last row + 1)`.
+// Runs `body(part, first row, last row + 1)` for each part of the rows, each in a thread of its own.
 template <typename Body>
 void parallel_rows(int64_t n_parts, int64_t rows, const Body& body) {
   if (n_parts == 1) return body(int64_t(0), int64_t(0), rows);
@@ -199,14 +115,16 @@ class RowReduction {
     block_ = Op<T>::combine(block_, Vector::set(Vector(Op<T>::identity()), a, n.count));
   }
   FUSEPASS_INLINE void end_block() {
-    alignas(64) T lanes[kLanes];
-    alignas(64) double wide[kLanes];
-    block_.store(lanes);
-    for (int i = 0; i < kLanes; ++i) wide[i] = lanes[i];
-    for (int n = kLanes / 2; n > 0; n /= 2) {
+    Doubles wide = to_doubles(block_);
+    for (int n = kVectors; n > 0; n /= 2) {
       for (int i = 0; i < n; ++i) wide[i] = Op<double>::combine(wide[i], wide[i + n]);
     }
-    total_ = Op<double>::combine(total_, wide[0]);
+    alignas(64) double lanes[Wide::size()];
+    wide[0].store(lanes);
+    for (int n = Wide::size() / 2; n > 0; n /= 2) {
+      for (int i = 0; i < n; ++i) lanes[i] = Op<double>::combine(lanes[i], lanes[i + n]);
+    }
+    total_ = Op<double>::combine(total_, lanes[0]);
     block_ = Vector(Op<T>::identity());
   }
   FUSEPASS_INLINE T value() const { return static_cast<T>(total_); }
@@ -218,23 +136,28 @@ FUSEPASS_INLINE void accumulate(typename Vector::value_type* partial, const Vect
   store(partial, load(partial, n) + a, n);
 }
 template <typename T>
-FUSEPASS_INLINE void flush_partial(T* partial, double* totals, int64_t cols) {
-  for (int64_t c = 0; c < cols; ++c) {
-    totals[c] += partial[c];
-    partial[c] = 0;
-  }
+void flush_partial(T* partial, double* totals, int64_t cols) {
+  for_columns(0, cols, [&](int64_t c, auto n) {
+    const auto sum = load(partial + c, n);
+    store(totals + c, load(totals + c, n) + to_doubles(sum), n);
+    store(partial + c, decltype(sum - sum)(0), n);
+  });
 }
 
-// Adds up the totals of all parts, in their order, and rounds once.
+// Adds up the totals of all parts, in their order, and rounds once: to FP32, and from there to T.
 template <typename T>
 void write_column_sum(
     T* out, int64_t stride, int64_t cols, int64_t n_parts, const double* totals, int64_t part_stride) {
-  for (int64_t c = 0; c < cols; ++c) {
-    double sum = 0;
-    for (int64_t part = 0; part < n_parts; ++part) sum += totals[part * part_stride + c];
-    if constexpr (std::is_same_v<T, double>) out[c * stride] = sum;
-    else out[c * stride] = static_cast<T>(static_cast<float>(sum));
-  }
+  for_columns(0, cols, [&](int64_t c, auto n) {
+    Doubles sum(0);
+    for (int64_t part = 0; part < n_parts; ++part) sum = sum + load(totals + part * part_stride + c, n);
+    alignas(64) T lanes[kLanes];
+    T* row = stride == 1 ? out + c : lanes;
+    if constexpr (std::is_same_v<T, double>) store(row, sum, n);
+    else if constexpr (std::is_same_v<T, float>) store(row, to_floats(sum), n);
+    else store(row, round_to<T>(to_floats(sum)), n);
+    for (int i = 0; stride != 1 && i < n.count; ++i) out[(c + i) * stride] = lanes[i];
+  });
 }
 
 // ---- operations that C++ has no operator for: each for a number and for a step of columns ----
@@ -274,6 +197,27 @@ template <typename V>
 FUSEPASS_INLINE V op_minimum(const V& a, const V& b) {
   if constexpr (is_number<V>) return a != a || a < b ? a : b;
   else return at::vec::minimum(a, b);
+}
+
+// Truth values are 1 and 0. No comparison with NaN is true but `!=`.
+#define FUSEPASS_COMPARISON(name, number, vector)  \
+  template <typename V>                            \
+  FUSEPASS_INLINE V name(const V& a, const V& b) { \
+    if constexpr (is_number<V>) return number;     \
+    else return vector;                            \
+  }
+FUSEPASS_COMPARISON(op_lt, a < b, a.lt(b))
+FUSEPASS_COMPARISON(op_le, a <= b, a.le(b))
+FUSEPASS_COMPARISON(op_gt, a > b, a.gt(b))
+FUSEPASS_COMPARISON(op_ge, a >= b, a.ge(b))
+FUSEPASS_COMPARISON(op_eq, a == b, a.eq(b))
+FUSEPASS_COMPARISON(op_ne, a != b, a.ne(b))
+#undef FUSEPASS_COMPARISON
+
+template <typename V>
+FUSEPASS_INLINE V op_where(const V& condition, const V& a, const V& b) {
+  if constexpr (is_number<V>) return condition != 0 ? a : b;
+  else return V::blendv(b, a, condition != V(0));
 }
 
 }  // namespace

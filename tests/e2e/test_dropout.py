@@ -66,7 +66,10 @@ def test_the_masks_are_inductors_own(dtype: torch.dtype, tmp_path: Path) -> None
         assert torch.equal(masks[i], inductors[2 * i]), f"p={p}: another mask than Inductor's"
         assert abs(float((masks[i] == 0).float().mean()) - p) < 0.05
         gradient = ours[2 * n + 3 * i + 1]
-        assert torch.equal(gradient != 0, masks[i] != 0), f"p={p}: the backward has another mask than the forward"
+        kept = masks[i] != 0
+        assert not gradient[~kept].any(), f"p={p}: the backward has another mask than the forward"
+        if p < 1:  # bf16 gradients cancel out here and there
+            assert float((gradient[kept] != 0).float().mean()) > 0.99
     assert not torch.equal(masks[1], masks[4]), "two dropouts draw two masks"
     for got, want in zip(ours, inductors, strict=True):
         torch.testing.assert_close(got, want, rtol=0.02, atol=0.02) if dtype is torch.bfloat16 else (

@@ -1,4 +1,4 @@
-"""Row programs of residual add + norm, in the spellings that graphs give, for the kernel tests."""
+"""Row programs of residual add + norm and of its backward, in the spellings that graphs give, for the kernel tests."""
 
 from __future__ import annotations
 
@@ -71,6 +71,88 @@ def norm_program(
     if save_stats:
         lines += ["out mean [row]"] * layer_norm + ["out rstd [row]"]
     return "\n".join(lines)
+
+
+def norm_backward_program(
+    norm: str,
+    cols: int,
+    dtype: str,
+    *,
+    residual: bool = True,
+    sums: bool = True,
+    dropout: float | None = None,
+) -> str:
+    """The text of the backward of `norm_program` with weights: dx from dy, plus what the sum's own gradient is.
+
+    The outputs are dx, then (with dropout) the gradient of what was dropped, then the sums over the rows: d gamma, d
+    beta of a LayerNorm, and the bias gradient of a Linear in front.
+
+    Args:
+        norm: "layer_norm" or "rms_norm".
+        cols: number of columns.
+        dtype: of the tiles and weights; the arithmetic is in FP32 (FP64 for f64).
+        residual: the sum has a gradient of its own, `ds`, that is added.
+        sums: take the sums over the rows.
+        dropout: the probability with which a dropout in front, whose mask was saved, has dropped an element.
+    """
+    wide = "f64" if dtype == "f64" else "f32"
+    layer_norm = norm == "layer_norm"
+    lines = [f"row_program cols={cols}"]
+    lines += [f"in dy: tile {dtype} [row]", f"in w: col {dtype}", f"in s: tile {dtype} [row]"]
+    lines += [f"in mean: row {wide} [row]"] if layer_norm else []
+    lines += [f"in rstd: row {wide} [row]"]
+    lines += [f"in ds: tile {dtype} [row]"] if residual else []
+    lines += ["in mask: tile b8 [row]"] if dropout is not None else []
+    dy = "dy"
+    if dtype != wide:
+        lines.append(f"dyw: tile {wide} = cast(dy)")
+        dy = "dyw"
+    lines.append(f"dn: tile {wide} = mul({dy}, w)")
+    lines += _LAYER_NORM_BACKWARD.format(wide=wide, cols=cols).splitlines() if layer_norm else []
+    lines += [] if layer_norm else _RMS_NORM_BACKWARD.format(wide=wide, cols=cols).splitlines()
+    if dtype != wide:
+        lines.append(f"dnar: tile {dtype} = cast(dxw)")
+    dx = "dnar" if dtype != wide else "dxw"
+    if residual:
+        lines.append(f"dx: tile {dtype} = add(ds, {dx})")
+        dx = "dx"
+    outputs, last = [f"out {dx} [row]"], dx
+    if dropout is not None:
+        lines += [f"keep: tile {dtype} = cast(mask)", f"scaled: tile {dtype} = mul(keep, {1 / (1 - dropout)!r})"]
+        lines += [f"dr: tile {dtype} = mul({dx}, scaled)"]
+        outputs, last = [*outputs, "out dr [row]"], "dr"
+    if sums:
+        lines += [f"dyn: tile {wide} = mul({dy}, normed)", f"dgamma: col {dtype} = col_sum(dyn)"]
+        lines += [f"dbeta: col {dtype} = col_sum({dy})"] if layer_norm else []
+        lines += [f"dbias: col {dtype} = col_sum({last})"]
+        outputs += ["out dgamma", *(["out dbeta"] if layer_norm else []), "out dbias"]
+    return "\n".join([*lines, *outputs])
+
+
+_LAYER_NORM_BACKWARD = """dnc: tile {wide} = mul(dn, {cols}.0)
+total: row {wide} = row_sum(dn)
+centred: tile {wide} = sub(s, mean)
+normed: tile {wide} = mul(centred, rstd)
+p: tile {wide} = mul(dn, normed)
+along: row {wide} = row_sum(p)
+projected: tile {wide} = mul(normed, along)
+rest: tile {wide} = sub(dnc, total)
+rest2: tile {wide} = sub(rest, projected)
+scale: row {wide} = div(rstd, {cols}.0)
+dxw: tile {wide} = mul(scale, rest2)"""
+
+_RMS_NORM_BACKWARD = """normed: tile {wide} = mul(s, rstd)
+p: tile {wide} = mul(dn, s)
+along: row {wide} = row_sum(p)
+direct: tile {wide} = mul(dn, rstd)
+rstd2: row {wide} = mul(rstd, rstd)
+rstd3: row {wide} = mul(rstd2, rstd)
+half: row {wide} = mul(along, -0.5)
+curved: row {wide} = mul(half, rstd3)
+scale: row {wide} = div(curved, {cols}.0)
+doubled: tile {wide} = mul(s, 2.0)
+projected: tile {wide} = mul(scale, doubled)
+dxw: tile {wide} = add(direct, projected)"""
 
 
 POINTWISE_PROGRAM = """row_program cols={cols}

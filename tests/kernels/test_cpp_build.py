@@ -13,13 +13,22 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-from fusepass.kernels import cpp_build, cpp_code, ops, reference
-from fusepass.row_program import Kind, parse
-from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
-from tests.tolerances import assert_close_to_fp64
+from fusepass.kernels import cpp_build, cpp_code, ops
+from fusepass.row_program import parse
+from tests.kernels.cpp_harness import check, operands
+from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_backward_program, norm_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTABLE = 1  # Inductor's `cpp.simdlen` for no vector instructions: at::vec's own portable loops
+RANDOM = """row_program cols=45
+in a: scalar i64
+in x: tile bf16 [row]
+u: tile f32 = rand_cpu(a)
+k: tile b8 = gt(u, 0.1)
+m: tile bf16 = where(k, x, 0.0)
+out u [row]
+out k [row]
+out m [row]"""
 WIDTHS = [PORTABLE, *sorted({isa.bit_width() for isa in valid_vec_isa_list()})]
 
 
@@ -32,19 +41,17 @@ def test_every_instruction_set(simdlen: int, monkeypatch: pytest.MonkeyPatch) ->
         norm_program("rms_norm", 37, "f16"),
         norm_program("layer_norm", 100, "f64"),
         POINTWISE_PROGRAM.format(cols=45, dtype="f32"),
+        norm_backward_program("layer_norm", 1000, "bf16", dropout=0.1),
+        norm_backward_program("rms_norm", 37, "f16"),
+        norm_backward_program("layer_norm", 100, "f64", dropout=0.1),
+        norm_backward_program("rms_norm", 45, "f32"),
+        RANDOM,
     ]
     with inductor_config.patch({"cpp.simdlen": simdlen}):
         for text in texts:
             ops.prefetch(text)
         for text in texts:
-            program = parse(text)
-            shapes = {Kind.TILE: (64, program.cols), Kind.ROW: (64,), Kind.COL: (program.cols,), Kind.SCALAR: ()}
-            ins = [torch.randn(shapes[o.kind], dtype=torch.float64).to(o.dtype) for o in program.operands]
-            eager, exact = (reference.evaluate(program, 64, ins, fp64=fp64) for fp64 in (False, True))
-            outs = [torch.full_like(e, torch.nan) for e in eager]
-            ops.run(text, 64, ins, [], outs)
-            for out, e, x in zip(outs, eager, exact, strict=True):
-                assert_close_to_fp64(out, e, x, e.dtype)
+            check(text, 64, operands(parse(text), 64))
     assert all(not isinstance(launcher, ops.partial) for launcher in ops._launchers.values()), "a kernel was not built"
 
 

@@ -14,6 +14,16 @@ from fusepass.errors import KernelError
 from fusepass.kernels import cpp_code, ops, reference
 from fusepass.row_ops import ROW_REDUCTIONS
 from fusepass.row_program import FLOATS, Kind, RowProgram, parse
+from tests.kernels.cpp_harness import (
+    LAYOUTS,
+    assert_canaries,
+    check,
+    operands,
+    poisoned,
+    random_tensor,
+    run,
+    same_bits,
+)
 from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
 from tests.tolerances import assert_close_to_fp64, assert_same_within_roundings
 
@@ -105,51 +115,6 @@ def compile_in_parallel() -> None:
         ops.prefetch(text)
 
 
-def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def operands(program: RowProgram, rows: int) -> list[torch.Tensor]:
-    """Random tensors for a program whose row indices are all `row`."""
-    shapes = {Kind.TILE: (rows, program.cols), Kind.ROW: (rows,), Kind.COL: (program.cols,), Kind.SCALAR: ()}
-    return [random_tensor(shapes[o.kind], o.dtype, seed) for seed, o in enumerate(program.operands)]
-
-
-def poisoned(like: torch.Tensor) -> torch.Tensor:
-    """An output full of NaN inside a larger buffer full of NaN, which must stay so: see `assert_canaries`."""
-    pad = 64
-    buffer = torch.full((like.numel() + 2 * pad,), torch.nan, dtype=like.dtype)
-    return buffer[pad : pad + like.numel()].view(like.shape)
-
-
-def assert_canaries(out: torch.Tensor) -> None:
-    start, stop = out.storage_offset(), out.storage_offset() + out.numel()
-    buffer = torch.tensor([], dtype=out.dtype).set_(out.untyped_storage())
-    assert bool(buffer[:start].isnan().all() and buffer[stop:].isnan().all()), "written outside the output"
-
-
-def run(text: str, rows: int, ins: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> list[torch.Tensor]:
-    """The op's outputs, as contiguous tensors that were NaN before."""
-    like = reference.evaluate(parse(text), rows, ins, sizes)
-    outs = [poisoned(t) for t in like]
-    torch.ops.fusepass.row_program_(text, rows, ins, sizes, outs)
-    for out in outs:
-        assert_canaries(out)
-    return outs
-
-
-def check(text: str, rows: int, ins: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> list[torch.Tensor]:
-    """Runs the op and compares it with the reference in the program's dtypes and in FP64."""
-    program = parse(text)
-    outs = run(text, rows, ins, sizes)
-    eager = reference.evaluate(program, rows, ins, sizes)
-    exact = reference.evaluate(program, rows, ins, sizes, fp64=True)
-    for out, e, x in zip(outs, eager, exact, strict=True):
-        assert_close_to_fp64(out, e, x, e.dtype)
-    return outs
-
-
 def check_norm(name: str, cols: int, rows: Sequence[int]) -> None:
     """Accuracy over 64 rows (one row may happen to be exact in either result), then the same rows in smaller calls."""
     text = at_cols(VARIANTS[name], cols)
@@ -225,10 +190,6 @@ def test_one_bad_value_spoils_its_row_alone(bad: float, dtype: str) -> None:
         assert torch.equal(after[1].isnan(), e[1].isnan())
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
 def test_bf16_and_fp16_round_like_torch() -> None:
     """Every 16-bit pattern (denormals, infinities and NaNs too) plus a half, a quarter and three quarters of a step."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -244,28 +205,6 @@ def test_bf16_and_fp16_round_like_torch() -> None:
 
 
 # ---- layouts ----
-
-
-def padded(t: torch.Tensor) -> torch.Tensor:
-    """The same values, rows further apart than they are long."""
-    return torch.full((t.shape[0], t.shape[1] + 5), torch.nan, dtype=t.dtype)[:, : t.shape[1]].copy_(t)
-
-
-def transposed(t: torch.Tensor) -> torch.Tensor:
-    """The same values, columns apart and rows adjacent."""
-    return t.t().contiguous().t()
-
-
-def expanded(t: torch.Tensor) -> torch.Tensor:
-    """The first row, repeated with stride 0."""
-    return t[:1].expand(t.shape)
-
-
-def every_other_column(t: torch.Tensor) -> torch.Tensor:
-    return torch.full((t.shape[0], 2 * t.shape[1]), torch.nan, dtype=t.dtype)[:, ::2].copy_(t)
-
-
-LAYOUTS = {f.__name__: f for f in (padded, transposed, expanded, every_other_column)}
 
 
 @pytest.mark.parametrize("name", ["layer_norm-bf16", "rms_norm-f32", "layer_norm-f64", "bias-alpha"])
@@ -461,6 +400,7 @@ def test_each_tile_is_read_once() -> None:
 
 _UNARY = ["cast", "neg", "abs", "square", "tanh", "sigmoid", "relu", "erf"]
 _BINARY = ["add", "sub", "mul", "maximum", "minimum"]
+_COMPARISONS = ["lt", "le", "gt", "ge", "eq", "ne"]
 
 
 @st.composite
@@ -471,15 +411,18 @@ def random_programs(draw: st.DrawFn) -> str:
     lines = [f"in x{i}: tile {draw(dtype)} [row]" for i in range(draw(st.integers(1, 3)))]
     lines += [f"in c0: col {draw(dtype)}", f"in r0: row {draw(dtype)} [row]", f"in t0: scalar {draw(dtype)}"]
     kinds = {line.split()[1][:-1]: Kind(line.split()[2]) for line in lines}
+    lines += [f"b0: tile b8 = {draw(st.sampled_from(_COMPARISONS))}(x0, 0.25)"]  # of exact values: no rounding flips it
+    kinds["b0"] = Kind.TILE
     for i in range(draw(st.integers(3, 14))):
-        op = draw(st.sampled_from([*_UNARY, *_BINARY, "fma", *sorted(ROW_REDUCTIONS)]))
+        op = draw(st.sampled_from([*_UNARY, *_BINARY, "fma", "where", *sorted(ROW_REDUCTIONS)]))
         tiles = [n for n, k in kinds.items() if k is Kind.TILE]
         if op.startswith("row_"):
             args = [draw(st.sampled_from(tiles[-3:]))]
             kind = Kind.ROW
         else:
-            arity = 3 if op == "fma" else 2 if op in _BINARY else 1
+            arity = 3 if op in ("fma", "where") else 2 if op in _BINARY else 1
             args = [draw(st.sampled_from(list(kinds))) for _ in range(arity)]
+            args[0] = "b0" if op == "where" else args[0]
         for j in range(1, len(args)):
             if draw(st.integers(0, 3)) == 0:
                 args[j] = draw(st.sampled_from(["0.5", "-1.25", "2.0"]))
@@ -505,7 +448,10 @@ def check_random(texts: list[str], rows: int, cols: int) -> None:
         ins = [t.clamp(-2, 2) * 0.5 for t in operands(program, rows)]
         expected = reference.evaluate(program, rows, ins)
         values = (*program.operands, *program.statements)
-        coarsest = min((v.dtype for v in values), key=lambda d: torch.finfo(d).bits * 100 + (d == torch.float16))
+        coarsest = min(
+            (v.dtype for v in values if v.dtype is not torch.bool),
+            key=lambda d: torch.finfo(d).bits * 100 + (d == torch.float16),
+        )
         scale = scale_of(program, rows, ins)
         for out, e in zip(run(text, rows, ins), expected, strict=True):
             assert_same_within_roundings(out, e, coarsest, len(program.statements), cols, scale)
