@@ -13,9 +13,10 @@ rstd and the mean may have been saved by the forward, and then are any value per
     b = -a * p^2 * (mean(g * z) - q * mean(g))    and    c = -a * mean(g) - q' * b
 
 for some q and q' (LayerNorm), or with `c = 0` and q = 0 (RMSNorm): then `n = p * (z - q)`. What has been added to it
-already, as the gradient of the residual stream, does not matter. And p is a where z is the norm's input, or 1 where it
-is the normalised row itself; that tells the norm from its near-misses, where p is a times another number: those divide
-by `D - 1`, or by the length of the row. (Where p and a come from two saved values, the graph does not say.)
+already, as the gradient of the residual stream or of another norm of z, does not matter. And p is a where z is the
+norm's input, or 1 where it is the normalised row itself; that tells the norm from its near-misses, where p is a times
+another number: those divide by `D - 1`, or by the length of the row. (Where p and a come from two saved values, the
+graph does not say.)
 """
 
 from __future__ import annotations
@@ -178,13 +179,19 @@ class _Relative:
             return None
         return terms
 
+    def _is_residual(self, term: Any) -> bool:
+        """Whether a term of a gradient comes from the residual stream: another tile, or g without the norm's weight."""
+        if not term.has(_Z, _G):
+            return any(_is_tile(f) for f in term.free_symbols)
+        return bool(term.has(_G) and self.weight is not None and self.weight != 1 and not term.has(self.weight))
+
     def kind_of(self, name: str) -> str | None:
         """The norm that this value is the gradient of, or None."""
         expression = self.expressions[name]
         if not expression.has(_G) or not expression.has(_EGZ):
             return None
         terms = sympy.Add.make_args(sympy.expand(expression))
-        poly = self._polynomial(sum(t for t in terms if t.has(_Z, _G) or not any(map(_is_tile, t.free_symbols))))
+        poly = self._polynomial(sum(t for t in terms if not self._is_residual(t)))
         if poly is None or not poly.keys() <= {(0, 0), (1, 0), (0, 1)}:
             return None
         a, b, c = (poly.get(powers, sympy.Integer(0)) for powers in ((0, 1), (1, 0), (0, 0)))
@@ -203,16 +210,27 @@ def _kind(a: Any, b: Any, c: Any) -> str | None:
     """The norm whose gradient is `a * G + b * Z + c`, or None."""
     if a == 0 or a.has(_EG, _EGZ):
         return None
-    linear = sympy.Poly(b, _EG, _EGZ) if b.is_polynomial(_EG, _EGZ) else None
-    if linear is None or not set(linear.monoms()) <= {(1, 0), (0, 1)}:
+    scale, shift = _in_means(b), _in_means(c)
+    if scale is None or shift is None or scale == (0, 0):
         return None
-    squared = sympy.simplify(-linear.coeff_monomial(_EGZ) / a)
+    squared = sympy.simplify(-scale[1] / a)
     if squared == 0 or _is_negative(squared, a) or _is_other_scale(squared, a):
         return None
-    if sympy.simplify(c) == 0:
-        return "rms_norm" if linear.coeff_monomial(_EG) == 0 else None
-    shift = sympy.simplify((c + a * _EG) / b)
-    return None if shift.has(_EG, _EGZ) else "layer_norm"
+    if shift == (0, 0):
+        return "rms_norm" if scale[0] == 0 else None
+    quotient = sympy.simplify(((shift[0] + a) * _EG + shift[1] * _EGZ) / (scale[0] * _EG + scale[1] * _EGZ))
+    return None if quotient.has(_EG, _EGZ) else "layer_norm"
+
+
+def _in_means(expression: Any) -> tuple[Any, Any] | None:
+    """The coefficients of mean(g) and mean(g * z); None where it is not linear in them.
+
+    What is free of both is another norm's part of the gradient: two norms of one sum add up in one value.
+    """
+    poly = sympy.Poly(expression, _EG, _EGZ) if expression.is_polynomial(_EG, _EGZ) else None
+    if poly is None or not set(poly.monoms()) <= {(0, 0), (1, 0), (0, 1)}:
+        return None
+    return sympy.simplify(poly.coeff_monomial(_EG)), sympy.simplify(poly.coeff_monomial(_EGZ))
 
 
 def _is_negative(squared: Any, a: Any) -> bool:

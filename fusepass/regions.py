@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -109,7 +109,43 @@ def find_regions(lifted: dict[fx.Node, Lifted]) -> list[list[fx.Node]]:
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in lifted:
         groups[root(node)].append(node)
+    _join_sole_readers(groups, seeded, root, lifted)
     return [absorb_results(absorb_columns(g, lifted), lifted) for n, g in groups.items() if n in seeded]
+
+
+def _join_sole_readers(
+    groups: dict[fx.Node, list[fx.Node]],
+    seeded: set[fx.Node],
+    root: Callable[[fx.Node], fx.Node],
+    lifted: dict[fx.Node, Lifted],
+) -> None:
+    """Move each seeded set into the later set that alone reads its results, as a norm's gradient is read by the add
+    where the residual stream's own arrives behind more barriers. Both are then one convex set: no path leaves the first
+    but into the second, or to what is later still.
+    """
+    moved: dict[fx.Node, fx.Node] = {}
+    for start in sorted(seeded, key=lambda n: lifted[groups[n][0]].depth):
+        nodes = groups[start]
+        members = set(absorb_results(nodes, lifted))
+        readers = [u for n in members for u in n.users if u not in members and u.op != "output"]
+        joined = {u for u in readers if u in lifted and _joined(lifted[nodes[0]], lifted[u])}
+        targets = {_follow(moved, root(u)) for u in joined}
+        if len(targets) != 1:
+            continue
+        (target,) = targets
+        depth = max(lifted[n].depth for n in groups[target])
+        if target != start and all(u in joined or (u in lifted and lifted[u].depth > depth) for u in readers):
+            groups[target] = sorted([*nodes, *groups[target]], key=lambda n: lifted[n].order)
+            del groups[start]
+            moved[start] = target
+            seeded.discard(start)
+            seeded.add(target)
+
+
+def _follow(moved: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    while node in moved:
+        node = moved[node]
+    return node
 
 
 def _joined(source: Lifted, user: Lifted) -> bool:
