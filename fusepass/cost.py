@@ -42,6 +42,11 @@ def traffic(region: Region, device_type: str) -> Traffic:
     return Traffic(reads + writes, reads + writes + again)
 
 
+def sums_what_it_stores(p: RowProgram) -> bool:
+    """Whether the program sums the columns of a tile that it also stores, which Inductor would read again."""
+    return _read_for_column_sums(p, joined=True) > 0
+
+
 def _joins_sums(region: Region, device_type: str) -> bool:
     """Whether Inductor computes sums over columns in the same kernel as the row reductions."""
     rows, cols = region.space.rows, region.space.cols

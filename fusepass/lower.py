@@ -44,7 +44,7 @@ class KernelCall:
 
 
 def lower(call: Call, kernel: KernelCall) -> list[fx.Node]:
-    """Append the nodes that run `kernel`; return one node per output, of shape (rows, cols) or (rows,)."""
+    """Append the nodes that run `kernel`; return one node per output, of shape (rows, cols), (rows,) or (cols,)."""
     return (_lower_cpp if kernel.device.type == "cpu" else _lower_triton)(call, kernel)
 
 
@@ -82,4 +82,4 @@ def _lower_triton(call: Call, kernel: KernelCall) -> list[fx.Node]:
     from .kernels import triton_launch
 
     outs = [_new_output(call, kernel, i) for i in range(len(kernel.program.outputs))]
-    return triton_launch.append_launch(call, kernel.program, kernel.rows, kernel.ins, kernel.sizes, outs)
+    return triton_launch.append_launch(call, kernel.program, kernel.rows, kernel.ins, kernel.sizes, outs, kernel.device)

@@ -115,9 +115,9 @@ def unnormed_sums(graph: fx.Graph, plan: Plan) -> list[tuple[fx.Node, Rejection]
 
 def _plan_region(region: Region, lifted: dict[fx.Node, Lifted]) -> PlannedRegion | None:
     norms = (*recognise(region.program), *recognise_backward(region.program))
-    if not norms:
-        return None
     device = val(region.tile).device
+    if not norms:
+        return _plan_column_sums(region, device)
     misses = [n for n in norms if n.rejection is not None]
     verdicts = [_judge(region, norm, device) for norm in norms]
     if misses and len(misses) < len(norms):  # what looks like a norm and is none stays out of the others' kernel
@@ -129,6 +129,16 @@ def _plan_region(region: Region, lifted: dict[fx.Node, Lifted]) -> PlannedRegion
         # beside a fused one, a norm without a residual sum (a sandwich block's inner norm) is part of its kernel
         verdicts = [v if v.rejection else _without_residual(v) for v in verdicts]
     return PlannedRegion(region, tuple(verdicts), cost.traffic(region, device.type), device)
+
+
+def _plan_column_sums(region: Region, device: torch.device) -> PlannedRegion | None:
+    """A region without a norm pays where it sums the columns of what it stores: a bias gradient behind an activation."""
+    p = region.program
+    if p.row_reductions or device.type not in DEVICES or not cost.sums_what_it_stores(p):
+        return None
+    sums = [n for n in region.nodes if region.is_col_sum(n)]
+    verdict = Verdict("bias_gradient", sums[0], None, None)
+    return PlannedRegion(region, (verdict,), cost.traffic(region, device.type), device)
 
 
 def _refuse_cycles(graph: fx.Graph, planned: list[PlannedRegion]) -> list[PlannedRegion]:

@@ -86,7 +86,7 @@ class Narrow(Unsupported):
 
 
 def find_regions(lifted: dict[fx.Node, Lifted]) -> list[list[fx.Node]]:
-    """The node sets, in graph order, that contain at least one row reduction."""
+    """The node sets, in graph order, that contain a row reduction, or sum the columns of a tile that they compute."""
     parent: dict[fx.Node, fx.Node] = {n: n for n in lifted}
 
     def root(n: fx.Node) -> fx.Node:
@@ -110,7 +110,18 @@ def find_regions(lifted: dict[fx.Node, Lifted]) -> list[list[fx.Node]]:
     for node in lifted:
         groups[root(node)].append(node)
     _join_sole_readers(groups, seeded, root, lifted)
-    return [absorb_results(absorb_columns(g, lifted), lifted) for n, g in groups.items() if n in seeded]
+    chosen = [g for n, g in groups.items() if n in seeded or any(_sums_own_tile(s, g, lifted) for s in g)]
+    return [absorb_results(absorb_vectors(g, lifted), lifted) for g in chosen]
+
+
+def _sums_own_tile(node: fx.Node, nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> bool:
+    """Whether `node` is a sum over the columns of a tile that a pointwise node of the set computes."""
+    if lifted[node].rule.role is not Role.COLUMN_SUM:
+        return False
+    source: Any = node.args[0]
+    while source in lifted and lifted[source].rule.role is Role.VIEW:
+        source = source.args[0]
+    return source in nodes and lifted[source].rule.role is Role.POINTWISE
 
 
 def _join_sole_readers(
@@ -176,10 +187,10 @@ def _is_full_tile(source: fx.Node, user: Lifted) -> bool:
     return same_size(tensor.shape[-1], user.space.cols) and same_size(tensor.numel(), user.space.rows * user.space.cols)
 
 
-def absorb_columns(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[fx.Node]:
-    """Add the per-column arithmetic (`1 + w`, `w.float()`) whose every user is in the region already."""
+def absorb_vectors(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[fx.Node]:
+    """Add arithmetic per column (`1 + w`, `w.float()`) or per row (`rstd / D`) whose every user is in the region."""
     members = set(nodes)
-    cols = lifted[nodes[0]].space.cols
+    rows, cols = lifted[nodes[0]].space
     queue = [i for n in nodes for i in n.all_input_nodes]
     while queue:
         node = queue.pop()
@@ -187,7 +198,8 @@ def absorb_columns(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[
             continue
         shape = val(node).shape
         per_column = all(same_size(d, 1) for d in shape[:-1]) and same_size(shape[-1], cols)
-        if per_column and set(node.users) <= members:
+        per_row = same_size(shape[-1], 1) and same_size(val(node).numel(), rows)
+        if (per_column or per_row) and set(node.users) <= members:
             members.add(node)
             queue.extend(node.all_input_nodes)
     return sorted(members, key=lambda n: lifted[n].order)
@@ -212,7 +224,7 @@ def build_region(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> Region:
         try:
             return _Builder(nodes, lifted).build()
         except Narrow as e:  # cheap to compute outside, from what it is made of
-            if not any(lifted[n].rule.role is Role.REDUCTION for n in nodes if n is not e.node):
+            if not any(lifted[n].rule.role in _REDUCES for n in nodes if n is not e.node):
                 raise
             nodes = [n for n in nodes if n is not e.node]
 
@@ -225,7 +237,8 @@ class _Builder:
         self.nodes = nodes
         self.members = set(nodes)
         self.lifted = lifted
-        reduction = next(n for n in nodes if lifted[n].rule.role is Role.REDUCTION)
+        reductions = [n for role in _REDUCES for n in nodes if lifted[n].rule.role is role]
+        reduction = reductions[0]
         self.space = lifted[reduction].space
         assert isinstance(reduction.args[0], fx.Node)
         self.tile = reduction.args[0]

@@ -17,7 +17,8 @@ class Site:
     Attributes:
         module: dotted path of the module that computes the norm ("" for the model itself or a plain function).
         source: `file:line` of the call.
-        norm: "layer_norm" or "rms_norm".
+        norm: "layer_norm" or "rms_norm"; or "bias_gradient" for a kernel without a norm, which sums the columns of the
+            tile that it computes (the backward of an activation behind a Linear with a bias).
         residual: whether the norm's input, seen through casts, dropout, views, and scalar and vector factors, is a sum
             of two activations or of embeddings.
         graph: "inference", "forward" or "backward".

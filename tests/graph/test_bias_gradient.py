@@ -1,0 +1,87 @@
+"""A bias gradient behind an activation: the sum over the columns of a tile joins the kernel that computes the tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusepass.kernels import ops
+from fusepass.row_program import parse
+from tests.graph.capture import Captured, fuse
+from tests.graph.test_backward import kernels_of, sums
+from tests.tolerances import assert_same_sums
+
+D = 24
+
+
+@pytest.fixture(autouse=True)
+def _by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "prefetch", lambda program: None)
+    monkeypatch.setattr(ops, "_load", lambda program: partial(ops._launch_reference, parse(program)))
+
+
+def gradients(fn: Callable[..., Tensor], args: list[Tensor]) -> list[Tensor | None]:
+    for a in args:
+        a.grad = None
+    out = fn(*args)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.dtype))
+    return [a.grad for a in args]
+
+
+def check(fn: Callable[..., Tensor], args: list[Tensor], kernels: int) -> Captured:
+    expected = gradients(fn, args)
+    captured = Captured()
+    got = gradients(lambda *a: fuse(fn, *a, into=captured).result, args)
+    for g, e in zip(got, expected, strict=True):
+        assert (g is None) == (e is None)
+        if g is not None and e is not None:
+            assert_same_sums(g, e, summed=args[0].numel())
+    assert [len(kernels_of(g)) for g in captured.after] == [0, kernels]
+    return captured
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(s, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu, by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "squared relu": lambda x: F.relu(x).square(),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("lead", [(9,), (2, 5)], ids=str)
+def test_an_activation_behind_a_biased_linear(name: str, lead: tuple[int, ...]) -> None:
+    def fn(x: Tensor, w: Tensor, b: Tensor, w2: Tensor) -> Tensor:
+        return ACTIVATIONS[name](F.linear(x, w, b)) @ w2
+
+    captured = check(fn, leaves((*lead, D), (4 * D, D), (4 * D,), (4 * D, D)), kernels=1)
+    (site,) = captured.sites
+    assert (site.norm, site.residual, site.graph, site.fused) == ("bias_gradient", False, "backward", True)
+    assert captured.programs[0].count("col_sum") == 1 and "row_" not in captured.programs[0].split("\n", 1)[1]
+    before = len(list(sums(captured.before[1].graph)))
+    assert len(list(sums(captured.after[1].graph))) == before - 1
+
+
+def test_without_a_bias_there_is_nothing_to_sum() -> None:
+    check(lambda x, w, w2: F.gelu(x @ w) @ w2, leaves((9, D), (D, 4 * D), (4 * D, D)), kernels=0)
+
+
+def test_the_bias_gradient_of_what_something_else_made_is_left_alone() -> None:
+    check(lambda x, w, b, w2: F.linear(x, w, b) @ w2, leaves((9, D), (4 * D, D), (4 * D,), (4 * D, D)), kernels=0)
+
+
+def test_a_sum_of_what_is_not_stored_is_left_alone() -> None:
+    """The gradient of a scale is a product that nothing else reads: Inductor reads its tiles once, as we would."""
+    check(lambda x, w, s: (x @ w) * s, leaves((9, D), (D, D), (D,)), kernels=0)
