@@ -9,26 +9,37 @@ from collections.abc import Callable
 
 import torch
 
-from . import compile_time, kernels
+from . import compile_time, gradient_flow, kernels, traffic
 from .suite import Options, Table
 
 SUITES: dict[str, Callable[[Options], Table]] = {
     "kernels": kernels.run,
     "compile-time": compile_time.run,
+    "traffic": traffic.run,
+    "gradient-flow": gradient_flow.run,
+}
+MEANINGS = {
+    "kernels": "time per site",
+    "compile-time": "cold, with depth",
+    "traffic": "tiles moved on a GPU, counted without one",
+    "gradient-flow": "gradient norms per layer of deep stacks, and training of a very deep one",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("suite", choices=SUITES, help="kernels: time per site; compile-time: cold, with depth")
+    parser.add_argument("suite", choices=SUITES, help="; ".join(f"{n}: {m}" for n, m in MEANINGS.items()))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="fewer points and rounds")
     parser.add_argument("--threads", type=_counts, default=(), metavar="N,N", help="CPU thread counts to run with")
+    parser.add_argument("--direction", choices=kernels.DIRECTIONS, default="", help="kernels: this one only")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="gradient-flow: draw the profiles as PNG")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the rows as JSON")
     parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE", help="write the table as Markdown")
     given = parser.parse_args(arguments)
-    table = SUITES[given.suite](Options(given.device, given.quick, given.threads))
+    options = Options(given.device, given.quick, given.threads, given.direction, given.plot)
+    table = SUITES[given.suite](options)
     print(table.text())
     if given.json:
         table.write_json(given.json)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,42 +97,58 @@ def _replace_everywhere(answers: dict[str, Any]) -> None:
 
 def to_cuda(gm: fx.GraphModule, layouts: list[Any]) -> tuple[Any, list[Any]]:
     """Give a captured graph fake CUDA inputs of these (shape, strides, dtype); returns (the fake mode, the inputs)."""
+    from torch._inductor.compile_fx import record_original_output_strides
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+    from torch.utils._pytree import tree_map
 
     pretend_h200()
+    cuda = torch.device("cuda", 0)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    class Propagation(FakeTensorProp):
+        def run_node(self, n: fx.Node) -> Any:
+            if n.target is not torch.ops.prims.inductor_lookup_seed.default:
+                return super().run_node(n)
+            with mode:  # its fake implementation indexes in a way that asks for a real device
+                n.meta["val"] = torch.empty((), dtype=torch.int64, device=cuda)
+            return n.meta["val"]
+
     for node in gm.graph.nodes:
-        if "device" in node.kwargs:
-            node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
+        if node.op == "call_function":
+            node.args, node.kwargs = tree_map(
+                lambda a: cuda if isinstance(a, torch.device) else a, (node.args, node.kwargs)
+            )
         node.meta.pop("val", None)
     with mode:
-        inputs = [torch.empty_strided(shape, strides, dtype=dtype, device="cuda") for shape, strides, dtype in layouts]
-    FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
+        inputs = [torch.empty_strided(shape, strides, dtype=dtype, device=cuda) for shape, strides, dtype in layouts]
+    Propagation(gm, mode).propagate_dont_convert_inputs(*inputs)
+    record_original_output_strides(gm)
     return mode, inputs
 
 
-def lower(gm: fx.GraphModule, mode: Any, inputs: list[Any]) -> tuple[str, list[tuple[str, int]]]:
-    """Lower a graph on fake CUDA inputs: (the wrapper's source, [(scheduler node type, bytes moved), ...])."""
+def lower(
+    gm: fx.GraphModule, mode: Any, inputs: list[Any], custom_pass: Callable[[fx.Graph], None] | None = None
+) -> tuple[str, list[tuple[str, int]]]:
+    """Lower a graph on fake CUDA inputs: (the wrapper's source, [(scheduler node type, bytes moved), ...]).
+
+    Inductor's own post-grad passes run first, with `custom_pass` in the place where the backend puts the pass. The
+    graph is used up. Bytes are those of the distinct buffers that a scheduler node reads and writes, each once;
+    matmuls and kernels of the user's are `ExternKernelSchedulerNode`s, whose outputs are counted as read and as
+    written, and `NopKernelSchedulerNode`s are no kernels.
+    """
     import torch._inductor.config as config
     from torch._inductor.debug import DebugContext
-    from torch._inductor.fx_passes.post_grad import (
-        decompose_auto_functionalized,
-        decompose_triton_kernel_wrapper_functional,
-    )
-    from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
-    from torch._inductor.fx_utils import FakeTensorUpdater
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
-    config.compile_threads, config.fx_graph_cache = 1, False
-    with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
-        reinplace_inplaceable_ops(FakeTensorUpdater(gm), gm.graph)  # as Inductor's post-grad passes do
-        decompose_triton_kernel_wrapper_functional(gm.graph)
-        decompose_auto_functionalized(gm.graph)
-        gm.recompile()
+    patches = {"compile_threads": 1, "fx_graph_cache": False, "post_grad_custom_pre_pass": custom_pass}
+    with config.patch(patches), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+        view_to_reshape(gm)
+        post_grad_passes(gm, is_inference=False)
         lowering = GraphLowering(gm, shape_env=None)
-        with V.set_graph_handler(lowering):
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
             lowering.run(*inputs)
             source = lowering.codegen()[0]
             moved = [(type(n).__name__, n.get_read_write_buffers_sizes()) for n in lowering.scheduler.nodes]

@@ -18,11 +18,13 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """The command line's options. `threads` is empty for torch's default."""
+    """The command line's options. `threads` is empty for torch's default, `direction` and `plot` where not given."""
 
     device: str = "cpu"
     quick: bool = False
     threads: tuple[int, ...] = ()
+    direction: str = ""
+    plot: pathlib.Path | None = None
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
+Measure = Callable[[], float]
+"""Does something once and returns the seconds that it took."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,11 @@ class Sample:
         return (high - low) / abs(self.median)
 
 
-def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 2) -> dict[str, Sample]:
+def interleave(measures: Mapping[str, Measure], *, rounds: int, warmup: int = 2) -> dict[str, Sample]:
     """Take each measure once per round, in an order drawn anew for every round.
 
     Args:
-        measures: what to take, by name: functions that return seconds, as `call` and `slope` make them.
+        measures: what to take, by name, as `call` and `slope` make them.
         rounds: how many times in all, each; at least 2.
         warmup: rounds that come first and are not counted.
     """
@@ -48,17 +53,32 @@ def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warm
     return {name: Sample(tuple(seconds[name])) for name in measures}
 
 
-def call(function: Callable[[], object]) -> Callable[[], float]:
-    """The measure: seconds of one call."""
+def call(function: Callable[[], object]) -> Measure:
+    """Seconds of one call."""
     return lambda: _time(function)
 
 
-def slope(short: Callable[[], object], long: Callable[[], object], steps: int) -> Callable[[], float]:
-    """The measure: seconds per step where `long` does `steps` more than `short`. The two run one after the other."""
-    return lambda: (_time(long) - _time(short)) / steps
+def call_with(prepare: Callable[[], T], function: Callable[[T], object]) -> Measure:
+    """Seconds of one call of `function` with what `prepare` returns, which is called each time and not timed."""
+
+    def measure() -> float:
+        prepared = prepare()
+        return _time(lambda: function(prepared))
+
+    return measure
 
 
-def rounds_within(budget: float, measures: Iterable[Callable[[], float]], at_least: int, at_most: int) -> int:
+def slope(short: Measure, long: Measure, steps: int) -> Measure:
+    """Seconds per step where `long` does `steps` more than `short`. The two run one after the other."""
+
+    def measure() -> float:
+        less = short()
+        return (long() - less) / steps
+
+    return measure
+
+
+def rounds_within(budget: float, measures: Iterable[Measure], at_least: int, at_most: int) -> int:
     """How many rounds of all measures fit into `budget` seconds, from one trial round; call it once all are warm."""
     started = time.perf_counter()
     for measure in measures:

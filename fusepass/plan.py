@@ -132,7 +132,7 @@ def _plan_region(region: Region, lifted: dict[fx.Node, Lifted]) -> PlannedRegion
 
 
 def _plan_column_sums(region: Region, device: torch.device) -> PlannedRegion | None:
-    """A region without a norm pays where it sums the columns of what it stores: a bias gradient behind an activation."""
+    """A region without a norm pays where it sums the columns of what it stores, as behind an activation."""
     p = region.program
     if p.row_reductions or device.type not in DEVICES or not cost.sums_what_it_stores(p):
         return None

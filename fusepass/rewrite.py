@@ -122,6 +122,8 @@ class _Edit:
         return all(u.op != "output" and u < self.start for u in users)
 
     def _operand(self, read: Read, node: fx.Node) -> fx.Node:
+        if node.target is torch.ops.prims.inductor_lookup_seed.default:
+            return self.call(aten.select.int, node.args[0], 0, node.args[1])  # a view: it needs no kernel of its own
         shape = [-1, self.region.space.cols] if read.kind is Kind.TILE else [-1]
         if not read.flatten or val(node).ndim == len(shape):
             return node

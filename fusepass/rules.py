@@ -95,9 +95,10 @@ def _number(emit: Emit, node: fx.Node, position: int, arg: Any) -> Any:
 
 def eager_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The node's arguments, with the numbers rounded as eager rounds them (see `_number`)."""
-    if node.target not in _ADDITIVE or val(node).device.type != "cpu":
+    compared = val(node.args[0]).dtype if node.target in COMPARISONS else None  # type: ignore[arg-type]
+    if compared is None and (node.target not in _ADDITIVE or val(node).device.type != "cpu"):
         return node.args, dict(node.kwargs)
-    dtype = _dtype(node)
+    dtype = compared or _dtype(node)
     rounded = [_round(float(a), dtype) if isinstance(a, (int, float)) else a for a in node.args]
     return tuple(rounded), {k: _round(float(v), dtype) for k, v in node.kwargs.items()}  # type: ignore[arg-type]
 

@@ -6,6 +6,7 @@ information: every load and store is a line of its own in the generated text.
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -19,18 +20,30 @@ import torch
 
 from ..errors import KernelError
 from ..row_program import DTYPE_NAMES, Kind, RowProgram, parse
-from . import triton_code
-from .schedule import Schedule, choose
+from . import traffic, triton_code
+from .column_sums import kept_dtype, sum_dtype
+from .schedule import SUM_WARPS, Schedule, choose
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 AUDIT_COLS = (128, 768, 1000, 1024, 4096, 5120, 8192, 16384, 65536)
 
-_TRITON_TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_TRITON_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.bool: "i1",
+    torch.int64: "i64",
+}
 
 
 @dataclass(frozen=True)
 class Audit:
-    """One compiled kernel. Bits are those of the narrowest access to a tile; tiles count whole rows x cols passes."""
+    """One compiled kernel. Bits are those of the narrowest access to a tile; tiles count whole rows x cols passes.
+
+    Masks, of one byte an element, are tiles; but their accesses, as many elements wide as those of the floats beside
+    them, do not count among the bits. `shared` is in bytes, and what a launch asks for besides what the code declares.
+    """
 
     target: str
     registers: int
@@ -43,10 +56,20 @@ class Audit:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """The assembly (PTX or amdgcn) and the binary of a kernel, and the bytes of shared memory that its launch needs."""
+
+    assembly: str
+    binary: bytes
+    shared: int
+
+
+@dataclass(frozen=True)
 class _Access:
     tensor: str
     store: bool
     bits: int
+    pipelined: bool
 
 
 def compile_for(
@@ -60,27 +83,28 @@ def compile_for(
         source: the kernel's text, where it is not `generate`'s.
     """
     source = source or triton_code.generate(program, schedule, strides)
-    assembly, binary = compile_kernel(program, schedule, strides, target, source)
-    accesses = list(_tile_accesses(program, source, assembly))
-    registers, spills, shared = _resources(assembly, binary, target)
+    compiled = compile_kernel(program, schedule, strides, target, source)
+    accesses = list(_tile_accesses(program, source, compiled.assembly))
+    registers, spills = resources(compiled, target)
     loads = [a for a in accesses if not a.store]
     stores = [a for a in accesses if a.store]
+    wide = [a for a in accesses if _dtype(program, a.tensor) is not torch.bool]
     return Audit(
         target=target,
         registers=registers,
         spills=spills,
-        shared=shared,
-        load_bits=min((a.bits for a in loads), default=0),
-        store_bits=min((a.bits for a in stores), default=0),
+        shared=compiled.shared,
+        load_bits=min((a.bits for a in wide if not a.store), default=0),
+        store_bits=min((a.bits for a in wide if a.store), default=0),
         tile_loads=_passes(program, schedule, loads, target),
         tile_stores=_passes(program, schedule, stores, target),
     )
 
 
 def compile_kernel(
-    program: RowProgram, schedule: Schedule, strides: triton_code.Strides, target: str, source: str
-) -> tuple[str, bytes]:
-    """The assembly (PTX or amdgcn) and the binary of a kernel for `target`."""
+    program: RowProgram, schedule: Schedule, strides: triton_code.Strides, target: str, source: str, sums: bool = False
+) -> Compiled:
+    """A program's kernel compiled for `target`, or the one that adds `sums`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -89,16 +113,25 @@ def compile_kernel(
         raise KernelError(f"expected target to be one of {', '.join(TARGETS)}, got target={target!r}")
     cuda = target.startswith("sm_")
     gpu = GPUTarget("cuda", int(target[3:]), 32) if cuda else GPUTarget("hip", target, 64)
-    names = triton_code.arguments(program, strides)
-    dtypes = [o.dtype for o in program.operands] + [program.values[o.value].dtype for o in program.outputs]
-    signature = {name: f"*{_TRITON_TYPES[dtype]}" for name, dtype in zip(names, dtypes, strict=False)}
-    signature |= {name: "i32" if name == "rows" or name in program.sizes else "i64" for name in names[len(dtypes) :]}
+    names = triton_code.sum_arguments(program) if sums else triton_code.arguments(program, schedule, strides)
+    signature = {name: argument_type(program, name) for name in names}
     aligned = [["tt.divisibility", 16]]
     attrs = {(i,): aligned for i, name in enumerate(names) if name.endswith("_ptr") or "_stride" in name}
-    kernel = triton_code.load(source, triton_code.kernel_name(program))
-    options = {"num_warps": schedule.num_warps, "num_stages": schedule.num_stages}
-    compiled = triton.compile(ASTSource(kernel, signature, {}, attrs), target=gpu, options=options)
-    return compiled.asm["ptx" if cuda else "amdgcn"], compiled.asm["cubin" if cuda else "hsaco"]
+    name = triton_code.sum_name(program) if sums else triton_code.kernel_name(program)
+    options = {"num_warps": SUM_WARPS if sums else schedule.num_warps, "num_stages": 1}
+    source_of_kernel = ASTSource(triton_code.load(source, name), signature, {}, attrs)
+    compiled = triton.compile(source_of_kernel, target=gpu, options=options)
+    assembly, binary = compiled.asm["ptx" if cuda else "amdgcn"], compiled.asm["cubin" if cuda else "hsaco"]
+    return Compiled(assembly, binary, compiled.metadata.shared)
+
+
+def argument_type(program: RowProgram, name: str) -> str:
+    """The Triton type of the argument called `name`."""
+    if not name.endswith("_ptr"):
+        return "i64" if "_stride" in name else "i32"
+    tensor = name.removesuffix("_ptr")
+    buffers = {"partial": sum_dtype(program), "kept": kept_dtype(program)}
+    return f"*{_TRITON_TYPES[buffers[tensor] if tensor in buffers else _dtype(program, tensor)]}"
 
 
 def disassemble(cubin: bytes) -> str:
@@ -149,42 +182,85 @@ def forward_program(norm: str, cols: int, dtype: torch.dtype) -> RowProgram:
     return parse("\n".join(lines))
 
 
+def backward_program(norm: str, cols: int, dtype: torch.dtype, bias: bool = True) -> RowProgram:
+    """The backward of `forward_program` with the sum's own gradient, and all column sums.
+
+    They are those of the weights and, with `bias`, of the bias of a Linear in front of the norm.
+    """
+    t = DTYPE_NAMES[dtype]
+    layer_norm = norm == "layer_norm"
+    lines = [
+        f"row_program cols={cols}",
+        f"in dy: tile {t} [row]",
+        f"in w: col {t}",
+        f"in s: tile {t} [row]",
+        *(["in mean: row f32 [row]"] if layer_norm else []),
+        "in rstd: row f32 [row]",
+        f"in ds: tile {t} [row]",
+        "g: tile f32 = cast(dy)",
+        "gw: tile f32 = mul(g, w)",
+        *(["d: tile f32 = sub(s, mean)"] if layer_norm else ["d: tile f32 = cast(s)"]),
+        "n: tile f32 = mul(d, rstd)",
+        "gn: tile f32 = mul(gw, n)",
+        "c: row f32 = row_sum(gn)",
+        f"gc: tile f32 = mul(gw, {float(cols)})",
+        *(["b: row f32 = row_sum(gw)", "gb: tile f32 = sub(gc, b)"] if layer_norm else []),
+        "nc: tile f32 = mul(n, c)",
+        f"e: tile f32 = sub({'gb' if layer_norm else 'gc'}, nc)",
+        f"k: row f32 = div(rstd, {float(cols)})",
+        f"p: tile {t} = mul(e, k)",
+        f"dx: tile {t} = add(ds, p)",
+        "gg: tile f32 = mul(g, n)",
+        f"dw: col {t} = col_sum(gg)",
+        *([f"dbeta: col {t} = col_sum(g)"] if layer_norm else []),
+        *([f"dbias: col {t} = col_sum(dx)"] if bias else []),
+        "out dx [row]",
+        "out dw",
+        *(["out dbeta"] if layer_norm else []),
+        *(["out dbias"] if bias else []),
+    ]
+    return parse("\n".join(lines))
+
+
 def audit_table(
     cols: Sequence[int] = AUDIT_COLS,
     targets: Sequence[str] = TARGETS,
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
     norms: Sequence[str] = ("layer_norm", "rms_norm"),
+    directions: Sequence[str] = ("forward", "backward"),
 ) -> list[dict[str, Any]]:
-    """One row per kernel, target, number of columns and dtype, for the forward of residual add + norm."""
-    return list(audit_rows(cols, targets, dtypes, norms))
+    """One row per kernel, target, number of columns and dtype: residual add + norm, and its backward with all sums."""
+    return list(audit_rows(cols, targets, dtypes, norms, directions))
 
 
 def audit_rows(
-    cols: Iterable[int], targets: Sequence[str], dtypes: Sequence[torch.dtype], norms: Sequence[str]
+    cols: Iterable[int],
+    targets: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    norms: Sequence[str],
+    directions: Sequence[str] = ("forward", "backward"),
 ) -> Iterator[dict[str, Any]]:
     """`audit_table`, row by row."""
-    for n in cols:
-        for norm in norms:
-            for dtype in dtypes:
-                program = forward_program(norm, n, dtype)
-                schedule = choose(program)
-                for target in targets:
-                    audit = asdict(compile_for(program, schedule, contiguous_strides(program), target))
-                    audit.pop("shared")
-                    yield {
-                        "kernel": f"add_{norm} ({schedule.kind})",
-                        "target": audit.pop("target"),
-                        "rows": "any",
-                        "cols": n,
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "direction": "forward",
-                        **audit,
-                        "floor": tile_floor(program),
-                    }
+    for n, direction, norm, dtype in itertools.product(cols, directions, norms, dtypes):
+        program = {"forward": forward_program, "backward": backward_program}[direction](norm, n, dtype)
+        schedule = choose(program)
+        for target in targets:
+            audit = asdict(compile_for(program, schedule, contiguous_strides(program), target))
+            yield {
+                "kernel": f"add_{norm} ({schedule.kind})",
+                "target": audit.pop("target"),
+                "rows": "any",
+                "cols": n,
+                "dtype": str(dtype).removeprefix("torch."),
+                "direction": direction,
+                **audit,
+                "floor": tile_floor(program),
+            }
 
 
 _LOC = re.compile(r"^\s*\.loc\s+\d+\s+(\d+)")
 _PTX_ACCESS = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v([24]))?\.[bfus](\d+)\b")
+_PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\s+\[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
 _AMD_ACCESS = re.compile(r"^\s*(?:global|buffer|flat)_(load|store)_(\w+)")
 _AMD_BITS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
 _SOURCE_ACCESS = re.compile(r"tl\.(load|store)\((\w+)_ptr\b")
@@ -206,26 +282,35 @@ def _tile_accesses(program: RowProgram, source: str, assembly: str) -> Iterator[
             yield _Access(statement[2], *access)
 
 
-def _parse_access(instruction: str) -> tuple[bool, int] | None:
-    """(is a store, bits) for an instruction that touches global memory."""
+def _parse_access(instruction: str) -> tuple[bool, int, bool] | None:
+    """(is a store, bits, may be pipelined) for an instruction that touches global memory.
+
+    NVIDIA's pipelined loads are copies to shared memory. On AMD a pipelined loop's last rounds store by themselves.
+    """
+    if m := _PTX_COPY.search(instruction):
+        return False, 8 * int(m[1], 0), True
     if m := _PTX_ACCESS.search(instruction):
-        return m[1] == "st", int(m[2] or 1) * int(m[3])
+        return m[1] == "st", int(m[2] or 1) * int(m[3]), False
     if m := _AMD_ACCESS.match(instruction):
         bits = _AMD_BITS.get(m[2]) or (16 if "short" in m[2] else 8 if "byte" in m[2] else 0)
-        return m[1] == "store", bits
+        return m[1] == "store", bits, True
     return None
 
 
 def _passes(program: RowProgram, schedule: Schedule, accesses: Sequence[_Access], target: str) -> float:
-    """How many times a thread's share of a tile is moved. In a loop, each access in its body is one pass in parts."""
+    """How many times a thread's share of a tile is moved. In a loop, each access in its body is one pass in parts.
+
+    A loop that is pipelined in n stages begins n - 1 rounds ahead: it has n accesses for one pass.
+    """
     threads = schedule.num_warps * (32 if target.startswith("sm_") else 64)
     share = max(1.0, schedule.rows_per_program * schedule.block_n / threads)
     if schedule.kind == "loop":
-        loads, stores = triton_code.tile_traffic(program, schedule)
+        loads, stores = traffic.tile_traffic(program, schedule)
         return float(stores if accesses and accesses[0].store else loads)
     bits: Counter[str] = Counter()
     for a in accesses:
-        bits[a.tensor] += a.bits
+        bits[a.tensor] += a.bits * (1 if a.pipelined else schedule.num_stages)
+    share *= schedule.num_stages
     return sum(total / (share * 8 * _dtype(program, tensor).itemsize) for tensor, total in bits.items())
 
 
@@ -235,15 +320,15 @@ def _dtype(program: RowProgram, tensor: str) -> torch.dtype:
     return program.values[program.outputs[int(tensor.removeprefix("out"))].value].dtype
 
 
-def _resources(assembly: str, binary: bytes, target: str) -> tuple[int, int, int]:
-    """Registers per thread, spilled registers or bytes of stack (0 is none), bytes of shared memory."""
+def resources(compiled: Compiled, target: str) -> tuple[int, int]:
+    """Registers per thread, and registers spilled to memory or bytes of stack (0 is none)."""
     if not target.startswith("sm_"):
-        field = {m[1]: int(m[2]) for m in re.finditer(r"\.(\w+):\s+(\d+)\s*$", assembly, re.MULTILINE)}
-        spills = field["vgpr_spill_count"] + field["sgpr_spill_count"] + field["private_segment_fixed_size"]
-        return field["vgpr_count"], spills, field["group_segment_fixed_size"]
-    usage = _nvidia_tool("cuobjdump", ["-res-usage"], binary)
-    fields = {m[1]: int(m[2]) for m in re.finditer(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
-    return fields["REG"], fields["STACK"] + fields["LOCAL"], fields["SHARED"]
+        field = {m[1]: int(m[2]) for m in re.finditer(r"\.(\w+):\s+(\d+)\s*$", compiled.assembly, re.MULTILINE)}
+        # A scalar register that lies in a lane of a vector register is in no memory. (Nor does ptxas report any such.)
+        return field["vgpr_count"], field["vgpr_spill_count"] + field["private_segment_fixed_size"]
+    usage = _nvidia_tool("cuobjdump", ["-res-usage"], compiled.binary)
+    fields = {m[1]: int(m[2]) for m in re.finditer(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return fields["REG"], fields["STACK"] + fields["LOCAL"]
 
 
 def _nvidia_tool(name: str, options: Sequence[str], cubin: bytes) -> str:

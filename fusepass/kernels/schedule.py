@@ -1,7 +1,9 @@
-"""How a row program is spread over a GPU: the shape of a program instance's tile, and its warps.
+"""How a row program is spread over a GPU: the shape of a program instance's tile, its warps, and how many there are.
 
-Two schedules. `row` holds whole rows in registers: one pass over memory, several rows a program where rows are narrow.
-`loop` is for rows that do not fit: one pass over the columns for each row reduction that waits for another.
+Four schedules. `row` holds whole rows in registers: one pass over memory, several rows a program where rows are narrow.
+`loop` is for rows that do not fit: one pass over the columns for each row reduction that waits for another. Programs
+with column sums loop over the rows as well: `persistent` holds whole rows and all column sums in registers, and `wide`
+is for rows that do not fit beside their column sums: first the row values, then piece after piece of the columns.
 
 The shape depends on the program alone, never on the number of rows: the order in which a row is summed is part of its
 result, and a row's result must not depend on how many rows there are.
@@ -9,13 +11,16 @@ result, and a row's result must not depend on how many rows there are.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ..errors import ProgramError
-from ..row_program import Kind, RowProgram
+from ..row_program import Kind, RowProgram, Statement
+from .column_sums import column_sums, short_lived_order, sum_dtype
 
 MAX_WARPS = 16  # of 64 lanes on AMD: 1024 threads, the most that a workgroup may have
 ELEMENTS_PER_THREAD = 16  # per lane of a 32-lane warp: two 128-bit accesses of 16-bit data, one on AMD's 64 lanes
@@ -24,30 +29,74 @@ REGISTER_FILE = 65_536
 MAX_REGISTERS = 255
 OVERHEAD_REGISTERS = 40  # addresses, masks, row values: what a kernel takes beside its tiles
 
+SUM_TILE = 32  # partial sums x columns that one step of the kernel that adds them takes; 32 in FP32 are a cache line
+SUM_WARPS = 4
+MAX_STAGES = 4
+MAX_STAGES_WIDE = 3  # a fourth would take more scalar registers than gfx942 has
+STAGE_BYTES = 131_072  # of loads under way, in shared memory: sm_80 has 163 KB of it
+STATISTICS_ROWS = 8  # whose row values the wide schedule computes together: its inner loop is long enough to pipeline
+PIECE_COLS = 1024  # for one instance, where no row is reduced
+PARTIAL_SHARE = (14, 100)  # of a tile: what writing and reading the partial column sums may cost
+FEWEST_INSTANCES = 8  # more than that share would allow, where rows are so few that time matters and traffic does not
+BLOCKS_PER_INSTANCE = 16
+
+_PERSISTENT = ((8, 16, 12), (8, 32, 7), (8, 8, 24))
+_WIDE = ((8, 16, 12), (8, 8, 24), (8, 4, 48))
+_PERSISTENT_UNALIGNED = ((16, 4, 12), (16, 8, 8))
+_WIDE_UNALIGNED = ((16, 4, 12), (16, 2, 24), (16, 1, 48))
+"""(Warps, elements per thread, how many 32-bit values of each element they hold without spilling), best first.
+
+The values are column sums, columns that do not change, and live tiles; see `held_values`. The numbers come from
+compiling backward kernels for every target. Eight warps rather than sixteen: addresses and row values take registers in
+each of them. Sixteen elements of a lane are eight on AMD: a 128-bit access of 16-bit data there too.
+"""
+
+Apply = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """The tile of one program instance is `rows_per_program x block_n`."""
+    """The tile of one program instance is `rows_per_program x block_n`.
 
-    kind: Literal["row", "loop"]
+    `num_stages` is the depth of pipelined loops, 1 for none. `statistics_rows` is for the wide schedule: its row values
+    are computed from tiles of the same size but of so many rows. `pieces` is for persistent programs without row
+    reductions: the columns are shared out among so many instances, which leave fewer partial sums of each.
+    """
+
+    kind: Literal["row", "loop", "persistent", "wide"]
     block_n: int
     rows_per_program: int
     num_warps: int
     num_stages: int = 1
+    statistics_rows: int = 1
+    pieces: int = 1
 
     def verify(self, program: RowProgram) -> Schedule:
         """Check that this schedule can compute `program`, and return it."""
-        for name in ("block_n", "rows_per_program", "num_warps"):
+        if self.pieces > 1 and (self.kind != "persistent" or program.row_reductions):
+            raise ProgramError(f"a {self.kind} schedule computes whole rows here, got pieces={self.pieces}")
+        for name in ("block_n", "rows_per_program", "num_warps", "statistics_rows"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ProgramError(f"expected {name} to be a power of two, got {name}={value}")
-        if self.kind == "row" and self.block_n < program.cols:
-            raise ProgramError(f"a row schedule needs block_n >= cols, got block_n={self.block_n}, cols={program.cols}")
+        if self.kind in ("row", "persistent") and self.block_n * self.pieces < program.cols:
+            raise ProgramError(
+                f"a {self.kind} schedule needs block_n >= cols, got block_n={self.block_n}, cols={program.cols}"
+            )
+        if (self.kind in ("persistent", "wide")) != bool(column_sums(program)):
+            raise ProgramError(f"a {self.kind} schedule is not for {len(column_sums(program))} column sums")
+        if self.statistics_rows > self.rows_per_program * self.block_n:
+            raise ProgramError(
+                f"expected statistics_rows <= {self.rows_per_program * self.block_n}, the elements of a tile, "
+                f"got statistics_rows={self.statistics_rows}"
+            )
         return self
 
 
 def choose(program: RowProgram, rows: int | None = None) -> Schedule:
     """The schedule for `program`. `rows` (None where symbolic) is taken for completeness and must not matter."""
+    if column_sums(program):
+        return _choose_summing(program)
     block_n = next_power_of_two(program.cols)
     live = live_tiles(program)
     for elements in (ELEMENTS_PER_THREAD, ELEMENTS_PER_THREAD // 2)[not _aligned(program) :]:
@@ -61,22 +110,91 @@ def choose(program: RowProgram, rows: int | None = None) -> Schedule:
     return Schedule("loop", min(block_n, MAX_WARPS * 32 * elements), 1, MAX_WARPS)
 
 
+def _choose_summing(program: RowProgram) -> Schedule:
+    """Large tiles: there is one instance per multiprocessor, which must keep all of it busy."""
+    block_n, values = next_power_of_two(program.cols), held_values(program)
+    if not program.row_reductions:
+        block_n = min(block_n, PIECE_COLS)
+    row_bytes = sum(o.dtype.itemsize for o in program.operands if o.kind is Kind.TILE)
+    for warps, elements, most in _PERSISTENT if _aligned(program) else _PERSISTENT_UNALIGNED:
+        tile = 32 * warps * elements
+        stages = min(MAX_STAGES, 1 + STAGE_BYTES // max(1, row_bytes * tile))
+        if block_n <= tile and values <= most and stages > 1:
+            rows_per_program = min(MAX_ROWS_PER_PROGRAM, tile // block_n)
+            num_warps = max(1, rows_per_program * block_n // (32 * elements))
+            pieces = -(-program.cols // block_n)
+            return Schedule("persistent", block_n, rows_per_program, num_warps, stages, pieces=pieces)
+    options = _WIDE if _aligned(program) else _WIDE_UNALIGNED
+    enough = 32 // _narrowest_tile(program)  # for 128-bit accesses on AMD too
+    warps, elements, _ = next((o for o in options if values <= o[2] and o[1] <= enough), options[-1])
+    tile = 32 * warps * elements
+    stages = min(MAX_STAGES_WIDE, 1 + STAGE_BYTES // max(1, row_bytes * tile))
+    return Schedule("wide", min(block_n, tile), max(1, tile // block_n), warps, stages, STATISTICS_ROWS)
+
+
+def instances(
+    program: RowProgram,
+    schedule: Schedule,
+    rows: Any,
+    multiprocessors: int,
+    apply: Apply = lambda function, *args: function(*args),
+) -> Any:
+    """How many program instances share out `rows` rows: the kernel's grid, for each of `schedule.pieces`.
+
+    With column sums each instance leaves a partial sum of every column, so that there are at most as many as the device
+    has multiprocessors, and no more than keep those sums small beside a tile. At least one: no rows sum up to zero.
+    `apply(function, *args)` calls a function of the operator module or `torch.sym_min` or `torch.sym_max`, on ints or,
+    where rows are symbolic, on whatever stands for them.
+    """
+    blocks = rows
+    if schedule.rows_per_program > 1:
+        blocks = apply(operator.add, rows, schedule.rows_per_program - 1)
+        blocks = apply(operator.floordiv, blocks, schedule.rows_per_program)
+    if not column_sums(program):
+        return blocks
+    part, whole = PARTIAL_SHARE
+    moved = 2 * sum_dtype(program).itemsize * len(column_sums(program)) * whole
+    cheap = apply(operator.floordiv, apply(operator.mul, rows, part * _narrowest_tile(program)), moved)
+    few = apply(operator.floordiv, apply(operator.add, blocks, BLOCKS_PER_INSTANCE - 1), BLOCKS_PER_INSTANCE)
+    wanted = apply(torch.sym_max, cheap, apply(torch.sym_min, few, FEWEST_INSTANCES))
+    most = apply(torch.sym_min, blocks, max(1, multiprocessors // schedule.pieces))
+    return apply(torch.sym_max, 1, apply(torch.sym_min, most, wanted))
+
+
+def sum_grid(program: RowProgram) -> tuple[int, int]:
+    """The grid of the kernel that adds up the partial column sums: blocks of columns by column sums."""
+    return -(-program.cols // SUM_TILE), len(column_sums(program))
+
+
 def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def live_tiles(program: RowProgram) -> int:
-    """The most 32-bit tile values that are alive at once when the program runs statement by statement."""
+def held_values(program: RowProgram) -> int:
+    """How many 32-bit values of each element a schedule with column sums holds at once."""
+    sums = sum(_weight(program.values[s.value_args[0]].dtype, s.dtype) for s in column_sums(program))
+    fixed = sum(_weight(o.dtype) for o in program.operands if o.kind is Kind.COL)
+    loaded = sum(o.dtype.itemsize for o in program.operands if o.kind is Kind.TILE)
+    return sums + fixed + max(live_tiles(program, short_lived_order(program)), -(-loaded // 4))
+
+
+def _weight(*dtypes: torch.dtype) -> int:
+    return 2 if torch.float64 in dtypes else 1
+
+
+def live_tiles(program: RowProgram, order: Sequence[Statement] | None = None) -> int:
+    """The most 32-bit tile values that are alive at once when statement after statement runs, in the given order."""
+    statements = program.statements if order is None else order
     last_use: dict[str, int] = {}
-    for i, s in enumerate(program.statements):
+    for i, s in enumerate(statements):
         last_use.update(dict.fromkeys(s.value_args, i))
     alive: dict[str, int] = {}
     peak = 1
-    for i, s in enumerate(program.statements):
+    for i, s in enumerate(statements):
         for name in (*s.value_args, s.name):
             value = program.values[name]
             if value.kind is Kind.TILE:
-                alive[name] = 2 if value.dtype == torch.float64 else 1
+                alive[name] = _weight(value.dtype)
         peak = max(peak, sum(alive.values()) - (s.name in alive and _dies_here(program, s.value_args, last_use, i)))
         alive = {name: weight for name, weight in alive.items() if last_use.get(name, -1) > i}
     return peak
@@ -84,16 +202,19 @@ def live_tiles(program: RowProgram) -> int:
 
 def _aligned(program: RowProgram) -> bool:
     """Whether adjacent rows all begin at a 16-byte boundary. If not, each element is an access with its own address."""
-    tiles = [o.dtype.itemsize for o in program.operands if o.kind is Kind.TILE]
-    return program.cols * min(tiles, default=4) % 16 == 0
+    return program.cols * _narrowest_tile(program) % 16 == 0
+
+
+def _narrowest_tile(program: RowProgram) -> int:
+    """The bytes of an element of the narrowest tile operand that is no mask."""
+    tiles = [o.dtype.itemsize for o in program.operands if o.kind is Kind.TILE and o.dtype is not torch.bool]
+    return min(tiles, default=4)
 
 
 def _dies_here(program: RowProgram, names: tuple[str, ...], last_use: dict[str, int], i: int) -> int:
     """What the result may overwrite: the registers of one argument that nothing later reads."""
     weights = [
-        2 if program.values[n].dtype == torch.float64 else 1
-        for n in names
-        if program.values[n].kind is Kind.TILE and last_use[n] == i
+        _weight(program.values[n].dtype) for n in names if program.values[n].kind is Kind.TILE and last_use[n] == i
     ]
     return max(weights, default=0)
 

@@ -1,7 +1,8 @@
-"""A fused kernel's launch on a GPU, as a graph node that Inductor's wrapper turns into a plain Triton launch.
+"""A fused kernel's launch on a GPU, as graph nodes that Inductor's wrapper turns into plain Triton launches.
 
 Inductor treats the generated kernel as it treats a user's own: its text goes into the compiled module, its outputs are
-Inductor's buffers, and CUDA graphs, the C++ wrapper and AOTInductor work as for any other launch.
+Inductor's buffers, and CUDA graphs, the C++ wrapper and AOTInductor work as for any other launch. A program with column
+sums takes two launches: the second adds up the partial sums that the first leaves in a buffer.
 """
 
 from __future__ import annotations
@@ -14,63 +15,104 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch_compat import kernel_side_table, triton_kernel_wrapper_functional
+from .._torch_compat import kernel_side_table, multiprocessors, triton_kernel_wrapper_functional
 from ..row_program import Kind, RowProgram
 from . import schedule as schedules
 from . import triton_code
+from .column_sums import column_sums, kept_dtype, kept_rows, sum_dtype
+
+aten = torch.ops.aten
 
 Call = Callable[..., fx.Node]
 
 
 def append_launch(
-    call: Call, program: RowProgram, rows: Any, ins: Sequence[fx.Node], sizes: Sequence[Any], outs: Sequence[fx.Node]
+    call: Call,
+    program: RowProgram,
+    rows: Any,
+    ins: Sequence[fx.Node],
+    sizes: Sequence[Any],
+    outs: Sequence[fx.Node],
+    device: torch.device,
 ) -> list[fx.Node]:
-    """Append the launch of `program`'s kernel with `call(target, *args, **kwargs)`; return one node per output."""
+    """Append the launches of `program`'s kernels with `call(target, *args, **kwargs)`; return one node per output."""
     schedule = schedules.choose(program, rows if isinstance(rows, int) else None)
     tensors = {o.name: node for o, node in zip(program.operands, ins, strict=True)}
     tensors |= {f"out{i}": node for i, node in enumerate(outs)}
-    indexed = [o.name for o in program.operands if o.kind in (Kind.TILE, Kind.ROW)] + [
-        f"out{i}" for i in range(len(outs))
-    ]
+    indexed = [o.name for o in program.operands if o.kind in (Kind.TILE, Kind.ROW)]
+    indexed += [f"out{i}" for i, o in enumerate(program.outputs) if o.index]
     strides = {name: tuple(s if isinstance(s, int) else None for s in _strides(tensors[name])) for name in indexed}
-    arguments = triton_code.arguments(program, strides)
+
+    def apply(function: Any, *args: Any) -> Any:
+        return call(function, *args) if any(isinstance(a, fx.Node) for a in args) else function(*args)
+
+    sums = column_sums(program)
+    processors = multiprocessors(device) if sums else 0  # nothing else asks for them
+    grid = schedules.instances(program, schedule, rows, processors, apply)
+    if sums:
+        size = [grid, len(sums), program.cols]
+        tensors["partial"] = call(aten.empty.memory_format, size, dtype=sum_dtype(program), device=device)
+    if schedule.kind == "wide" and kept_rows(program):
+        size = [rows, len(kept_rows(program))]
+        tensors["kept"] = call(aten.empty.memory_format, size, dtype=kept_dtype(program), device=device)
     values = {f"{name}_ptr": node for name, node in tensors.items()}
     values |= {"rows": rows} | dict(zip(program.sizes, sizes, strict=True))
     for name in indexed:
         for k, stride in enumerate(strides[name]):
             if stride is None:
-                values[f"{name}_stride{k}"] = call(torch.ops.aten.sym_stride.int, tensors[name], k)
+                values[f"{name}_stride{k}"] = call(aten.sym_stride.int, tensors[name], k)
+    results = [f"out{i}_ptr" for i in range(len(outs))]
+    arguments = triton_code.arguments(program, schedule, strides)
+    writes = [name for name in (*results, "partial_ptr", "kept_ptr") if name in arguments]
+    kernel = _kernel(program, schedule, tuple(strides.items()))
+    written = _launch(call, kernel, (grid, 1, schedule.pieces), {name: values[name] for name in arguments}, writes)
+    if sums:
+        values |= written | {"programs": grid}
+        arguments = triton_code.sum_arguments(program)
+        writes = [name for name in results if name in arguments]
+        kernel = _sum_kernel(program, schedule, tuple(strides.items()))
+        sum_grid = (*schedules.sum_grid(program), 1)
+        written |= _launch(call, kernel, sum_grid, {name: values[name] for name in arguments}, writes)
+    return [written[name] for name in results]
+
+
+def _launch(
+    call: Call, kernel: Any, grid: tuple[Any, ...], arguments: dict[str, Any], writes: Sequence[str]
+) -> dict[str, fx.Node]:
+    """One launch; for each argument among `writes`, the buffer as it is afterwards."""
     launch = call(
         triton_kernel_wrapper_functional,
-        kernel_idx=kernel_side_table.add_kernel(_kernel(program, schedule, tuple(strides.items()))),
+        kernel_idx=kernel_side_table.add_kernel(kernel),
         constant_args_idx=kernel_side_table.add_constant_args({}),
-        grid=[(_grid(call, schedule, rows), 1, 1)],
+        grid=[grid],
         tma_descriptor_metadata={},
-        kwargs={name: values[name] for name in arguments},
-        tensors_to_clone=[f"out{i}_ptr" for i in range(len(outs))],
+        kwargs=arguments,
+        tensors_to_clone=list(writes),
     )
-    return [call(operator.getitem, launch, f"out{i}_ptr") for i in range(len(outs))]
+    return {name: call(operator.getitem, launch, name) for name in writes}
 
 
 def _strides(node: fx.Node) -> Sequence[Any]:
     return tuple(node.meta["val"].stride())
 
 
-def _grid(call: Call, schedule: schedules.Schedule, rows: Any) -> Any:
-    per_program = schedule.rows_per_program
-    if isinstance(rows, int):
-        return -(-rows // per_program)
-    if per_program == 1:
-        return rows
-    return call(operator.floordiv, call(operator.add, rows, per_program - 1), per_program)
+@cache
+def _kernel(program: RowProgram, schedule: schedules.Schedule, strides: tuple[tuple[str, Any], ...]) -> Any:
+    """The generated kernel with its warps; one object for equal kernels: Inductor tells them by identity."""
+    source = triton_code.generate(program, schedule, dict(strides))
+    return _tuned(triton_code.load(source, triton_code.kernel_name(program)), schedule.num_warps)
 
 
 @cache
-def _kernel(program: RowProgram, schedule: schedules.Schedule, strides: tuple[tuple[str, Any], ...]) -> Any:
-    """The generated kernel with its warps and stages; one object for equal kernels: Inductor tells them by identity."""
+def _sum_kernel(program: RowProgram, schedule: schedules.Schedule, strides: tuple[tuple[str, Any], ...]) -> Any:
+    """The kernel that adds up the partial column sums."""
+    source = triton_code.generate(program, schedule, dict(strides))
+    return _tuned(triton_code.load(source, triton_code.sum_name(program)), schedules.SUM_WARPS)
+
+
+def _tuned(kernel: Any, num_warps: int) -> Any:
     import triton
 
-    source = triton_code.generate(program, schedule, dict(strides))
-    kernel = triton_code.load(source, triton_code.kernel_name(program))
-    config = triton.Config({}, num_warps=schedule.num_warps, num_stages=schedule.num_stages)
+    # One stage for all loops that do not say otherwise.
+    config = triton.Config({}, num_warps=num_warps, num_stages=1)
     return triton.autotune(configs=[config], key=[])(kernel)

@@ -122,3 +122,19 @@ def test_the_program_is_checked_at_its_true_number_of_columns() -> None:
         captured = fuse(site, *_args(3))
     (program,) = captured.programs
     assert program.startswith(f"row_program cols={D}")
+
+
+def test_a_number_is_compared_as_eager_compares_it() -> None:
+    """In bf16, 0.1 is 0.10009765625: many of these numbers lie between the two."""
+    x = torch.linspace(0.0999, 0.1002, 3 * D).reshape(3, D)
+
+    def masked(x: Tensor, r: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        s = x + r * (u > 0.1)
+        return s, F.rms_norm(s, (D,), eps=1e-6)
+
+    half = torch.bfloat16
+    args = (torch.zeros(3, D).to(half), torch.ones(3, D).to(half), x.to(half))
+    with torch.no_grad():
+        captured = fuse(masked, *args)
+        assert torch.equal(captured.result[0], masked(*args)[0])
+    assert "gt(" in captured.programs[0]

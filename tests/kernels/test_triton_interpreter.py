@@ -199,7 +199,7 @@ def test_text_is_deterministic_and_names_are_arguments() -> None:
     sources = {triton_code.generate(program, schedules.choose(program), strides) for _ in range(3)}
     assert len(sources) == 1
     names = ["x_ptr", "r_ptr", "w_ptr", "beta_ptr", "out0_ptr", "out1_ptr", "rows", "s0", "x_stride0", "out1_stride1"]
-    assert triton_code.arguments(program, strides) == names
+    assert triton_code.arguments(program, schedules.choose(program), strides) == names
     assert f"def {triton_code.kernel_name(program)}({', '.join(names)}):" in sources.pop()
 
 
@@ -219,17 +219,17 @@ def test_equal_texts_share_a_kernel_and_grid_takes_symbols() -> None:
     name = triton_code.kernel_name(program)
     assert triton_code.load(source, name) is triton_code.load(source, name)
     rows = sympy.Symbol("s7", integer=True, positive=True)
-    blocks = triton_code.grid(program, schedule, rows)
+    blocks = schedules.instances(program, schedule, rows, 132)
     for n in (1, 31, 32, 33, 1000):
         expected = -(-n // schedule.rows_per_program)
-        assert blocks.subs(rows, n) == triton_code.grid(program, schedule, n) == expected
+        assert blocks.subs(rows, n) == schedules.instances(program, schedule, n, 132) == expected
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("in x: tile f32 [row]\nc: col f32 = col_sum(x)\nout c", "column sums need the backward schedule"),
-        ("in x: tile f32 [row]\nin w: col f32\ny: tile f32 = mul(x, w)\nout y [row]\nout w", "but w is neither"),
+        ("in x: tile f32 [row]\nc: col f32 = col_sum(x)\nout c", "a row schedule is not for 1 column sums"),
+        ("in x: tile f32 [row]\nin w: col f32\ny: tile f32 = mul(x, w)\nout y [row]\nout w", "but w is none"),
         ("in x: tile f32 [0, row]\ny: tile f32 = neg(x)\nout y [row]", "x: expected 3 strides"),
     ],
 )

@@ -21,11 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Case:
-    """One launch. `schedule` is (kind, block_n, rows_per_program), or None for the chosen one.
+    """One launch, or two for column sums. `schedule` is (kind, block_n, rows_per_program), or None for the chosen one.
 
-    `layout`: "contiguous" (strides in the text), "padded" (rows further apart than they are long, strides at run time)
-    or "transposed" (columns apart, rows adjacent, strides at run time). `data`: "normal", "shifted" (10 + normal),
-    "ramp" (1e4 + i * 1e-3) or "tiny" (1e-3 * normal, so that eps counts). `edits` change the generated text.
+    `layout`: "contiguous" (strides in the text), "padded" (rows further apart than they are long, strides at run time),
+    "transposed" (columns apart, rows adjacent, strides at run time) or "expanded" (every row of an operand is the same
+    memory). `data`: "normal", "shifted" (10 + normal), "ramp" (1e4 + i * 1e-3) or "tiny" (1e-3 * normal, so that eps
+    counts). `edits` change the generated text. `instances` is the number of instances of a program with column sums,
+    None for as many as a device with 132 multiprocessors would run; `seed` is what random numbers are drawn from.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Case:
     data: str = "normal"
     sizes: tuple[int, ...] = ()
     edits: tuple[tuple[str, str], ...] = field(default=())
+    instances: int | None = None
+    seed: int = 0
 
 
 _workers: list[subprocess.Popen[str]] = []
@@ -124,7 +128,7 @@ class Buffer:
             strides = [1] * len(shape)
             for k in range(len(shape) - 2, -1, -1):
                 strides[k] = strides[k + 1] * max(1, shape[k + 1])
-        elif layout == "padded":
+        elif layout in ("padded", "expanded"):
             strides = [1] * len(shape)
             for k in range(len(shape) - 2, -1, -1):
                 strides[k] = (strides[k + 1] * max(1, shape[k + 1])) + 5
@@ -132,12 +136,18 @@ class Buffer:
             strides = [1] * len(shape)
             for k in range(1, len(shape)):
                 strides[k] = strides[k - 1] * max(1, shape[k - 1]) + 3
+        if layout == "expanded" and values is not None and len(shape) > 1:
+            strides, values = [*(0 for _ in shape[:-1]), 1], values[:1]
         extent = sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if n) + 1
-        self.around = float("nan") if values is not None else 12288.0
+        has_nan = dtype.is_floating_point
+        self.around = float("nan") if values is not None and has_nan else 12288.0 if has_nan else 0
         self.block = torch.full((extent + 2 * pad,), self.around, dtype=dtype)
         self.view = self.block.as_strided(shape, strides, pad)
         self.strides = strides
-        self.view.copy_(torch.tensor(float("nan")) if values is None else values)
+        if values is None:
+            self.view.fill_(float("nan") if has_nan else 1)
+        else:
+            self.view[: len(values)].copy_(values) if shape else self.view.copy_(values)
 
     def stray_writes(self) -> int:
         """How many elements around an output have changed. Destroys the tensor."""
@@ -145,65 +155,127 @@ class Buffer:
         return int((self.block != self.around).sum())
 
 
+class Launch:
+    """A case's tensors, and the kernels run on them."""
+
+    def __init__(self, case: Case) -> None:
+        import torch
+
+        from fusepass.kernels import reference
+        from fusepass.kernels.schedule import Schedule, choose
+        from fusepass.row_program import parse
+
+        self.case = case
+        self.program = p = parse(case.program)
+        self.schedule = choose(p, case.rows)
+        if case.schedule:
+            kind, block_n, rows = case.schedule
+            stages, together = (3, min(8, rows * block_n)) if kind in ("persistent", "wide") else (1, 1)
+            self.schedule = Schedule(kind, block_n, rows, 4, stages, together if kind == "wide" else 1)  # type: ignore[arg-type]
+        self.env = dict(zip(p.sizes, case.sizes, strict=True))
+        self.generator = torch.Generator().manual_seed(0)
+        self.values = [p.values[o.value] for o in p.outputs]
+        self.ins = [
+            Buffer(s := self._shape(o.kind, o.index), o.dtype, case.layout, self._data(o.kind, o.dtype, s))
+            for o in p.operands
+        ]
+        cpu = torch.device("cpu")
+        self.rows_of_outputs = [reference.row_indices(o.index, case.rows, self.env, cpu) for o in p.outputs]
+
+    def _shape(self, kind: Any, index: tuple[str, ...]) -> tuple[int, ...]:
+        import torch
+
+        from fusepass.kernels import reference
+        from fusepass.row_program import Kind
+
+        if kind is Kind.SCALAR:
+            return ()
+        indices = reference.row_indices(index, self.case.rows, self.env, torch.device("cpu"))
+        leading = [int(i.max()) + 1 if len(i) else 0 for i in indices]
+        return (*leading, *([self.program.cols] if kind in (Kind.TILE, Kind.COL) else []))
+
+    def _data(self, kind: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+        import torch
+
+        from fusepass.row_program import Kind
+
+        if dtype is torch.int64:
+            return torch.tensor(self.case.seed)
+        normal = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        if dtype is torch.bool:
+            return normal > 0.3
+        if kind is not Kind.TILE:
+            return normal
+        if self.case.data == "ramp":
+            return 5e3 + torch.arange(self.program.cols, dtype=torch.float64).expand(shape) * 5e-4
+        return {"normal": normal, "shifted": 5 + normal, "tiny": 1e-3 * normal}[self.case.data]
+
+    def run(self) -> list[Buffer]:
+        """The outputs, in new buffers. Raises ValueError if an edit of the text does not apply."""
+        import torch
+
+        from fusepass.kernels import column_sums, schedule, triton_code
+        from fusepass.row_program import Kind
+
+        case, p = self.case, self.program
+        outs = [
+            Buffer(self._shape(v.kind, o.index), v.dtype, "contiguous" if v.kind is Kind.COL else case.layout)
+            for v, o in zip(self.values, p.outputs, strict=True)
+        ]
+        named = [(o.name, o.index, b) for o, b in zip(p.operands, self.ins, strict=True)]
+        named += [(f"out{i}", o.index, b) for i, (o, b) in enumerate(zip(p.outputs, outs, strict=True))]
+        strides, given = {}, {f"{name}_ptr": b.view for name, _, b in named}
+        for name, index, buffer in named:
+            if index:
+                strides[name] = [s if case.layout == "contiguous" else None for s in buffer.strides]
+                given |= {f"{name}_stride{k}": s for k, s in enumerate(buffer.strides)}
+        source = triton_code.generate(p, self.schedule, strides)
+        for old, new in case.edits:
+            if old not in source:
+                raise ValueError(f"edit does not apply: {old!r}")
+            source = source.replace(old, new)
+        grid = schedule.instances(p, self.schedule, case.rows, 132)
+        sums, kept = column_sums.column_sums(p), column_sums.kept_rows(p)
+        if sums:
+            grid = case.instances or grid
+            poison = float("nan")  # a partial sum, or a row value, that is read without having been written
+            given["partial_ptr"] = torch.full((grid, len(sums), p.cols), poison, dtype=column_sums.sum_dtype(p))
+            given["kept_ptr"] = torch.full((case.rows, len(kept)), poison, dtype=column_sums.kept_dtype(p))
+        given |= {"rows": case.rows, "programs": grid} | self.env
+        if grid:
+            kernel = triton_code.load(source, triton_code.kernel_name(p))
+            kernel[(grid, 1, self.schedule.pieces)](
+                *(given[name] for name in triton_code.arguments(p, self.schedule, strides))
+            )
+        if sums:
+            kernel = triton_code.load(source, triton_code.sum_name(p))
+            kernel[schedule.sum_grid(p)](*(given[name] for name in triton_code.sum_arguments(p)))
+        return outs
+
+
 def verdict(case: Case) -> str:
     import torch
 
-    from fusepass.kernels import reference, triton_code
-    from fusepass.kernels.schedule import Schedule, choose
-    from fusepass.row_program import Kind, parse
+    from fusepass.kernels import reference
+    from fusepass.kernels.column_sums import column_sums, sum_dtype
+    from fusepass.row_program import Kind
     from tests.tolerances import EAGER_FACTOR, ROUNDING_UNIT, allowed_error, assert_close_to_fp64
 
-    program = parse(case.program)
-    schedule = Schedule(*case.schedule, num_warps=4) if case.schedule else choose(program, case.rows)
-    env = dict(zip(program.sizes, case.sizes, strict=True))
-    generator = torch.Generator().manual_seed(0)
-    cpu = torch.device("cpu")
-
-    def shape(kind: Kind, index: tuple[str, ...]) -> tuple[int, ...]:
-        if kind is Kind.SCALAR:
-            return ()
-        indices = reference.row_indices(index, case.rows, env, cpu)
-        leading = [int(i.max()) + 1 if len(i) else 0 for i in indices]
-        return (*leading, *([program.cols] if kind in (Kind.TILE, Kind.COL) else []))
-
-    def data(kind: Kind, shape: tuple[int, ...]) -> Any:
-        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if kind is not Kind.TILE:
-            return normal
-        if case.data == "ramp":
-            return 5e3 + torch.arange(program.cols, dtype=torch.float64).expand(shape) * 5e-4
-        return {"normal": normal, "shifted": 5 + normal, "tiny": 1e-3 * normal}[case.data]
-
-    ins = [Buffer(s := shape(o.kind, o.index), o.dtype, case.layout, data(o.kind, s)) for o in program.operands]
-    values = [program.values[o.value] for o in program.outputs]
-    outs = [Buffer(shape(v.kind, o.index), v.dtype, case.layout) for v, o in zip(values, program.outputs, strict=True)]
-    strides, run_time = {}, []
-    named = [(o.name, o.index, b) for o, b in zip(program.operands, ins, strict=True)]
-    named += [(f"out{i}", o.index, b) for i, (o, b) in enumerate(zip(program.outputs, outs, strict=True))]
-    for name, index, buffer in named:
-        if index:
-            strides[name] = [s if case.layout == "contiguous" else None for s in buffer.strides]
-            run_time += [] if case.layout == "contiguous" else buffer.strides
-    source = triton_code.generate(program, schedule, strides)
-    for old, new in case.edits:
-        if old not in source:
-            return f"edit does not apply: {old!r}"
-        source = source.replace(old, new)
-    kernel = triton_code.load(source, triton_code.kernel_name(program))
-    arguments = [*(b.view for b in ins), *(b.view for b in outs), case.rows, *case.sizes, *run_time]
-    assert len(arguments) == len(triton_code.arguments(program, strides))
+    launch = Launch(case)
+    program, ins = launch.program, launch.ins
     before = [b.block.clone() for b in ins]
-    launches = triton_code.grid(program, schedule, case.rows)
-    if launches:
-        kernel[(launches,)](*arguments)
-
+    outs = launch.run()
+    if column_sums(program):
+        again = launch.run()
+        if any(not torch.equal(a.view.nan_to_num(7), b.view.nan_to_num(7)) for a, b in zip(outs, again, strict=True)):
+            return "a second run gives other bits"
     tensors = [b.view for b in ins]
     rounded = reference.evaluate(program, case.rows, tensors, case.sizes)
     exact = reference.evaluate(program, case.rows, tensors, case.sizes, fp64=True)
     if any(not torch.equal(a.nan_to_num(7), b.block.nan_to_num(7)) for a, b in zip(before, ins, strict=True)):
         return "an input was written"
-    for i, (out, value) in enumerate(zip(outs, values, strict=True)):
-        got = out.view[reference.row_indices(program.outputs[i].index, case.rows, env, cpu)]
+    for i, (out, value) in enumerate(zip(outs, launch.values, strict=True)):
+        got = out.view[launch.rows_of_outputs[i]] if value.kind is not Kind.COL else out.view
         got = got.reshape(rounded[i].shape).clone()
         if stray := out.stray_writes():
             return f"out {i} ({value.name}): {stray} writes outside the tensor"
@@ -217,12 +289,20 @@ def verdict(case: Case) -> str:
             continue
         scale = float(exact[i].abs().max())
         if value.kind is Kind.ROW:  # the terms of a sum may cancel: its error is measured against them
-            scale = max(scale, *(float(t.abs().max()) for t in tensors if t.numel()))
+            scale = max(scale, *(float(t.double().abs().max()) for t in tensors if t.numel()))
             error, torchs = (float((r.double() - exact[i]).abs().max()) for r in (got, rounded[i]))
             if error > EAGER_FACTOR * torchs + 4 * ROUNDING_UNIT[value.dtype] * scale:
                 return (
                     f"out {i} ({value.name}): error {error:.3g} against FP64, torch's {torchs:.3g}, scale {scale:.3g}"
                 )
+        elif value.kind is Kind.COL:  # so may those of a column sum, whose order is another than torch's
+            scale = max(
+                scale, case.rows**0.5 * max((float(t.double().abs().max()) for t in tensors if t.numel()), default=0.0)
+            )
+            unit = ROUNDING_UNIT[sum_dtype(program)]
+            excess = (got.double() - exact[i]).abs() - allowed_error(rounded[i], exact[i], value.dtype)
+            if float(excess.max()) > 4 * unit * scale:
+                return f"out {i} ({value.name}): error {float(excess.max()):.3g} above torch's, scale {scale:.3g}"
         elif case.data in (
             "shifted",
             "ramp",
@@ -239,12 +319,14 @@ def verdict(case: Case) -> str:
         # ramp, whose mean is far above its spread, the order of summation shows as well.)
         noise = 2.0**-46 if any(v.dtype == torch.float64 for v in program.values.values()) else 2.0**-18
         allowed = torch.finfo(value.dtype).eps * rounded[i].double().abs() + noise * scale
-        if case.data != "ramp" and bool((excess := (got.double() - rounded[i].double()).abs() - allowed).max() > 0):
-            return f"out {i} ({value.name}): {int((excess > 0).sum())} elements are over a rounding away from torch's"
+        # Where a program rounds twice, one element in 100,000 may have its first rounding go the other way.
+        far = int(((got.double() - rounded[i].double()).abs() > allowed).sum())
+        if case.data != "ramp" and far > got.numel() // 100_000:
+            return f"out {i} ({value.name}): {far} elements are over a rounding away from torch's"
     return ""
 
 
-_APPROXIMATE = {"exp", "tanh", "erf", "sigmoid", "rsqrt", "row_sum", "row_mean"}
+_APPROXIMATE = {"exp", "tanh", "erf", "sigmoid", "rsqrt", "row_sum", "row_mean", "col_sum"}
 
 
 def _ops_behind(program: Any, name: str) -> list[str]:
