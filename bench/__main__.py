@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import compile_time, gradient_flow, kernels, traffic
+from . import compile_time, gradient_flow, kernels, traffic, training
 from .suite import Options, Table
 
 SUITES: dict[str, Callable[[Options], Table]] = {
@@ -17,11 +17,13 @@ SUITES: dict[str, Callable[[Options], Table]] = {
     "compile-time": compile_time.run,
     "traffic": traffic.run,
     "gradient-flow": gradient_flow.run,
+    "training": training.run,
 }
 MEANINGS = {
     "kernels": "time per site",
     "compile-time": "cold, with depth",
     "traffic": "tiles moved on a GPU, counted without one",
+    "training": "loss curves of 200 steps against eager and Inductor",
     "gradient-flow": "gradient norms per layer of deep stacks, and training of a very deep one",
 }
 

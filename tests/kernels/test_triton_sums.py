@@ -60,9 +60,10 @@ def test_backward(norm: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "f32", "f16", "f64"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_backward_at_every_size(norm: str, dtype: str) -> None:
+    """The interpreter takes milliseconds for each row of each instance: many rows only where several make a tile."""
     check(backward_cases(norm, dtype, (1, 48, 1000), (0, 1, 3)))
-    check(backward_cases(norm, dtype, (1, 48, 1000, 8192), (1025,), only_chosen=True))
-    check(backward_cases(norm, dtype, (8192,), (0, 3)))
+    check(backward_cases(norm, dtype, (1, 48), (1025,), only_chosen=True))
+    check(backward_cases(norm, dtype, (8192,), (3,), only_chosen=True))
 
 
 @pytest.mark.parametrize("layout", ["padded", "transposed", "expanded"])
