@@ -319,10 +319,10 @@ def verdict(case: Case) -> str:
         # ramp, whose mean is far above its spread, the order of summation shows as well.)
         noise = 2.0**-46 if any(v.dtype == torch.float64 for v in program.values.values()) else 2.0**-18
         allowed = torch.finfo(value.dtype).eps * rounded[i].double().abs() + noise * scale
-        # Where a program rounds twice, one element in 100,000 may have its first rounding go the other way. A column
+        # Where a program rounds twice, one element in 10,000 may have its first rounding go the other way. A column
         # sum has as many of them as there are rows.
         far = int(((got.double() - rounded[i].double()).abs() > allowed).sum())
-        if case.data != "ramp" and far > got.numel() * (case.rows if value.kind is Kind.COL else 1) // 100_000:
+        if case.data != "ramp" and far > got.numel() * (case.rows if value.kind is Kind.COL else 1) // 10_000:
             return f"out {i} ({value.name}): {far} elements are over a rounding away from torch's"
     return ""
 
