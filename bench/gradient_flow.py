@@ -36,7 +36,7 @@ class Size:
     steps: int
 
 
-FULL, QUICK = Size(48, 64, 200, 32, 60), Size(16, 64, 48, 32, 20)
+FULL, QUICK = Size(48, 64, 200, 32, 40), Size(16, 64, 48, 32, 20)
 BATCH, TOKENS, LEARNING_RATE = 8, 33, 1e-3
 TRAINED: tuple[Arrangement, ...] = ("deep", "post")
 NAMES = {"pre": "Pre-Norm", "post": "Post-Norm", "deep": "DeepNorm"}

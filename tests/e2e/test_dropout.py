@@ -27,6 +27,7 @@ def _fresh() -> Iterator[None]:
 def under(backend: str, fn: Callable[..., Any], args: list[Tensor], seed: int = 1, **options: Any) -> list[Tensor]:
     """The outputs, then the gradients of `args` for output gradients that are the same for every backend."""
     torch._dynamo.reset()
+    options |= {"fx_graph_cache": False}  # a graph from the cache is not rewritten again, and leaves no dump
     options |= STRICT if backend == "fusepass" else {}
     run = fn if backend == "eager" else torch.compile(fn, backend=backend, options=options)
     args = [a.detach().clone().requires_grad_() for a in args]

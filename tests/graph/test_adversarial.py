@@ -293,4 +293,5 @@ def test_explain_leaves_the_modules_of_a_function_as_they_were(how: str) -> None
 
 def test_explain_does_not_call_a_batch_norm_a_layer_norm() -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)).train()
-    assert [s.norm for s in fusepass.explain(model, randn(4, D)).sites] == []
+    sites = fusepass.explain(model, randn(4, D)).sites
+    assert {s.norm for s in sites} <= {"bias_gradient"}, "sums over the columns of a tile that it has just computed"
