@@ -3,9 +3,11 @@
 Inductor's time to compile a graph grows with its length, so a stack of 200 blocks is cut into segments. All of them
 run the same code on inputs of the same shapes, parameters included, so the first one's compilation serves all.
 
-Weights are drawn with gain sqrt(2) (He et al., arXiv 1502.01852) where the arrangement has no rule of its own, those of
-DeepNorm as DeepNet has them (arXiv 2203.00555, encoder-only and decoder-only models): gain 1 for queries and keys,
-beta = (8N)^(-1/4) for the rest, and the residual stream times alpha = (2N)^(1/4). Biases and norms start at 0 and 1.
+Xavier-normal weights: those of DeepNorm as DeepNet has them (arXiv 2203.00555, encoder-only and decoder-only models),
+gain 1 for queries and keys, beta = (8N)^(-1/4) for the rest, and the residual stream times alpha = (2N)^(1/4); those of
+the others with gain 1.2, between Xavier's 1 and He's sqrt(2). With He's, gradients of a 48-layer Post-Norm grow to the
+70,000-fold and hang on the last bit of the weights: eager's own in FP32 are 9 % off FP64. Biases and norms start at 0
+and 1.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from . import models, text
 
 Arrangement = Literal["pre", "post", "deep"]
 ARRANGEMENTS: tuple[Arrangement, ...] = ("pre", "post", "deep")
-SEGMENT = 4
+SEGMENT, GAIN = 4, 1.2
 
 
 def build(arrangement: Arrangement, layers: int, width: int, seed: int = 0) -> models.Transformer:
@@ -36,7 +38,7 @@ def build(arrangement: Arrangement, layers: int, width: int, seed: int = 0) -> m
         for name, module in model.blocks.named_modules():
             if isinstance(module, nn.Linear):
                 follows_beta = arrangement == "deep" and not name.endswith(("query", "key"))
-                plain = 1.0 if arrangement == "deep" else 2**0.5
+                plain = 1.0 if arrangement == "deep" else GAIN
                 nn.init.xavier_normal_(module.weight, gain=model.config.beta if follows_beta else plain)
                 nn.init.zeros_(module.bias)
             if isinstance(module, nn.LayerNorm):
