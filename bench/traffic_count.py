@@ -82,7 +82,7 @@ class Captured:
 def capture(case: traffic_cases.Case) -> Captured:
     """Only before torch believes in a GPU: see `cuda_codegen`."""
     options, _ = resolve(STRICT)
-    joint = JointPass(options, fusepass.FusePass(options).uuid())
+    joint = JointPass(options)
     return Captured(case, training_graphs.capture(case.build), training_graphs.capture(case.build, joint))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ MUST_BE_IN_BACKWARD = "must_be_in_backward"
 
 
 def inductor(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], passes: dict[str, CustomGraphPass]
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], passes: Mapping[str, CustomGraphPass]
 ) -> Any:
     """Compile with Inductor, its config patched and checked as `torch.compile(..., options=patches)` does.
 

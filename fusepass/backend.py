@@ -47,8 +47,7 @@ def fusepass(
     """
     ours, inductors = resolve(options)
     patches = {**mode_options(mode, None), **inductors}
-    fuse = FusePass(ours, listener)
-    passes = {"post_grad_custom_pre_pass": fuse, "joint_custom_post_pass": JointPass(ours, fuse.uuid())}
+    passes = {"post_grad_custom_pre_pass": FusePass(ours, listener), "joint_custom_post_pass": JointPass(ours)}
     return inductor(gm, example_inputs, patches, passes)
 
 

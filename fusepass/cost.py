@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .regions import Read, Region
-from .row_ops import COL_REDUCTIONS
 from .row_program import Kind, Operand, RowProgram, Statement
 from .rules import val
 
@@ -59,8 +58,8 @@ def _read_for_column_sums(p: RowProgram, joined: bool) -> int:
     """How many tiles are read only for sums over their columns."""
     stored = {o.value for o in p.outputs if p.values[o.value].kind is Kind.TILE}
     again: set[str] = set()
-    for s in p.statements:
-        stack = list(s.value_args) if s.op in COL_REDUCTIONS else []
+    for s in p.col_sums:
+        stack = list(s.value_args)
         while stack:
             name = stack.pop()
             value = p.values[name]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import pathlib
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
 from . import provenance
-from ._torch_compat import CustomGraphPass
 from .errors import StrictError
+from .graph_pass import GraphPass
 from .kernels.source import source
 from .lift import Lifted, first_mutation, lift
 from .options import Options, resolve
@@ -39,7 +36,7 @@ class GraphReport:
     untouched: tuple[Untouched, ...]
 
 
-class FusePass(CustomGraphPass):
+class FusePass(GraphPass):
     """Fuses residual-add + norm in a post-grad ATen graph.
 
     `torch.compile(model, backend="fusepass")` uses one; the same object serves plain Inductor:
@@ -54,30 +51,15 @@ class FusePass(CustomGraphPass):
         OptionError: an unknown option or a bad value.
     """
 
-    seconds: ClassVar[float] = 0.0
-    """Wall time that all passes of this process have taken, in seconds."""
-
     def __init__(
         self, options: dict[str, Any] | Options | None = None, listener: Callable[[GraphReport], None] | None = None
     ) -> None:
-        self.options = options if isinstance(options, Options) else resolve(options)[0]
+        super().__init__(options if isinstance(options, Options) else resolve(options)[0])
         self.listener = listener
 
-    def __call__(self, graph: fx.Graph) -> None:
-        if not self.options.enabled:
-            return
-        started = time.perf_counter()
-        try:
-            self._run(graph)
-        finally:
-            FusePass.seconds += time.perf_counter() - started
-
-    def uuid(self) -> str:
-        """Covers this package's source and every option that changes code."""
-        return f"fusepass {_source_hash()} {self.options.code_key()}"
-
-    def _run(self, graph: fx.Graph) -> None:
-        kind = graph_kind(graph)
+    def run(self, graph: fx.Graph) -> None:
+        """The stages, in order."""
+        kind = provenance.graph_kind(graph)
         self._dump(f"{kind}-before", graph)
         try:
             lifted = lift(graph)
@@ -143,11 +125,7 @@ class FusePass(CustomGraphPass):
         return rejection
 
     def _fault(self, doing: str, error: Exception) -> Rejection:
-        if self.options.strict:
-            raise StrictError(f"{doing} failed: {type(error).__name__}: {error}") from error
-        _warn_once(f"{doing} failed and is left to Inductor: {type(error).__name__}: {error}")
-        log.debug("traceback of the fault", exc_info=error)
-        return Rejection(Reason.INTERNAL_ERROR, f"{doing}: {type(error).__name__}: {error}")
+        return Rejection(Reason.INTERNAL_ERROR, self.fault(doing, error))
 
     def _tell(self, kind: str, sites: list[Site], plan: Plan, quiet: list[tuple[fx.Node, Rejection]]) -> None:
         fused = sum(s.fused for s in sites)
@@ -180,14 +158,6 @@ class FusePass(CustomGraphPass):
                 path.with_suffix(suffix).write_text(text)
 
 
-def graph_kind(graph: fx.Graph) -> str:
-    """ "backward" where the graph takes tangents, "forward" where it takes primals, otherwise "inference"."""
-    names = [n.name for n in graph.nodes if n.op == "placeholder"]
-    if any(n.startswith("tangents_") for n in names):
-        return "backward"
-    return "forward" if any(n.startswith("primals_") for n in names) else "inference"
-
-
 def _site(v: Verdict, kind: str, planned: PlannedRegion | None, later: Rejection | None) -> Site:
     rejection = v.rejection or later
     fused = rejection is None
@@ -213,19 +183,3 @@ def _covers(planned: PlannedRegion | None) -> str:
     p = planned.region.program
     rows = val(planned.region.tile).shape[:-1]
     return f"{len(planned.region.nodes)} nodes over {tuple(rows)} x {p.cols}"
-
-
-@cache
-def _source_hash() -> str:
-    """A hash of every file of this package, so that a cached graph of another version is never used."""
-    digest = hashlib.sha256()
-    root = pathlib.Path(__file__).parent
-    for path in sorted(root.rglob("*")):
-        if path.suffix in (".py", ".h"):
-            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-@cache
-def _warn_once(message: str) -> None:
-    log.warning("%s", message)

@@ -10,23 +10,19 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from ._torch_compat import MUST_BE_IN_BACKWARD, CustomGraphPass
-from .errors import StrictError
-from .options import Options
-from .plan import RESIDUAL_MARK, look_back, normalised, resembles, residual_sum
+from ._torch_compat import MUST_BE_IN_BACKWARD, same_size
+from .graph_pass import GraphPass
+from .residual import RESIDUAL_MARK, look_back, normalised, resembles, residual_sum
 from .row_program import HALVES
 from .rules import CASTS, REDUCTIONS, VIEWS, reduced_dims, val
 
 aten = torch.ops.aten
-
-log = logging.getLogger("fusepass.joint_pass")
 
 _WITHIN = frozenset({aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}) | CASTS | VIEWS
 """What leads from a norm's input to the normalised tile."""
@@ -43,30 +39,19 @@ class _Rounded:
     wide: fx.Node
 
 
-class JointPass(CustomGraphPass):
+class JointPass(GraphPass):
     """Marks and rewrites joint forward and backward graphs."""
 
-    def __init__(self, options: Options, version: str) -> None:
-        self.options = options
-        self.version = version
-
-    def __call__(self, graph: fx.Graph) -> None:
-        if not self.options.enabled:
-            return
+    def run(self, graph: fx.Graph) -> None:
+        """Everything is found before anything is changed."""
         try:
             for node in graph.nodes:
                 _mark(node)
             found = [r for n in graph.nodes if (r := _rounded_statistics(n)) is not None]
+            for rounded in found:
+                _widen(graph, rounded)
         except Exception as e:
-            if self.options.strict:
-                raise StrictError(f"reading a joint graph failed: {type(e).__name__}: {e}") from e
-            log.warning("a joint graph stays as it is: %s: %s", type(e).__name__, e)
-            return
-        for rounded in found:
-            _widen(graph, rounded)
-
-    def uuid(self) -> str:
-        return f"{self.version} joint {self.options.code_key()}"
+            self.fault("preparing a joint graph", e)
 
 
 def _mark(node: fx.Node) -> None:
@@ -75,15 +60,18 @@ def _mark(node: fx.Node) -> None:
         return
     z = normalised(node)
     has_sum = residual_sum(z) is not None
-    tile = val(z).shape
     queue = look_back(z)
     reached = set(queue)
     while queue:
-        current = queue.pop()
-        reached.add(current)
-        queue += [u for u in current.users if u.target in _WITHIN and u not in reached and val(u).shape == tile]
+        further = [u for u in queue.pop().users if u.target in _WITHIN and u not in reached and _is_as_large(u, z)]
+        reached.update(further)
+        queue += further
     for n in reached:
         n.meta[RESIDUAL_MARK] = n.meta.get(RESIDUAL_MARK, False) or has_sum
+
+
+def _is_as_large(node: fx.Node, other: fx.Node) -> bool:
+    return same_size(val(node).numel(), val(other).numel())
 
 
 def _rounded_statistics(node: fx.Node) -> _Rounded | None:
@@ -115,20 +103,21 @@ def _is_read_wide(cast: fx.Node) -> bool:
         if user.target not in _READERS:
             return False
         is_rounded = val(user).dtype in HALVES  # as rstd / D is, a 16-bit number per row
-        if is_rounded and (val(user).numel() != val(cast).numel() or any(val(u).dtype in HALVES for u in user.users)):
+        if is_rounded and (not _is_as_large(user, cast) or any(val(u).dtype in HALVES for u in user.users)):
             return False
     return bool(cast.users)
 
 
 def _widen(graph: fx.Graph, rounded: _Rounded) -> None:
+    """Every step leaves a graph that computes the same, should a later one fail."""
     first = min(rounded.mean.users)
+    wider = {reader: val(reader).to(torch.float32) for cast in (rounded.mean, rounded.rstd) for reader in cast.users}
     with graph.inserting_before(first):
         mean = graph.call_function(aten.mean.dim, (rounded.z, [-1], True))
     mean.meta.update(first.meta)
     mean.meta |= {"val": val(rounded.mean).to(torch.float32), "partitioner_tag": MUST_BE_IN_BACKWARD}
     for cast, wide in ((rounded.mean, mean), (rounded.rstd, rounded.wide)):
-        readers = list(cast.users)
         cast.replace_all_uses_with(wide)
-        for reader in readers:
-            reader.meta["val"] = val(reader).to(torch.float32)
         graph.erase_node(cast)
+    for reader, value in wider.items():
+        reader.meta["val"] = value

@@ -17,7 +17,7 @@ from torch import fx
 
 from ._torch_compat import auto_functionalized_v2
 from .kernels import ops
-from .kernels.cpp_code import overwritable
+from .kernels.cpp_placement import overwritable
 from .row_program import Kind, RowProgram
 
 aten = torch.ops.aten

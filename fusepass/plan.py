@@ -12,35 +12,19 @@ import torch
 from torch import fx
 
 from . import cost
-from ._torch_compat import BatchNorm, same_size
 from .lift import Lifted
-from .provenance import is_made_by
+from .provenance import graph_kind
 from .recognise import Norm, recognise
 from .recognise_backward import recognise_backward
 from .regions import Region, build_region
+from .residual import gradient_sum, is_residual_add, look_back, normalised, resembles, residual_sum
 from .row_program import DTYPE_NAMES, MAX_COLS
-from .rules import CASTS, REDUCTIONS, VIEWS, reduced_dims, val
+from .rules import REDUCTIONS, reduced_dims, val
 from .verdict import Reason, Rejection
 
 aten = torch.ops.aten
 
 DEVICES = ("cpu", "cuda", "xpu")
-_MOVES = frozenset({aten.permute.default, aten.transpose.int})
-_FACTORS = frozenset(
-    {
-        aten.mul.Tensor,
-        aten.mul.Scalar,
-        aten.div.Tensor,
-        aten.add.Tensor,
-        aten.add.Scalar,
-        aten.sub.Tensor,
-        aten.neg.default,
-    }
-)
-_MAKES_A_SUM_OR_NORM = frozenset(f"aten.{op}" for op in ("add.Tensor", "native_layer_norm.default", "mul.Tensor"))
-RESIDUAL_MARK = "fusepass_residual"
-"""In a node's meta: whether the norm that the node belongs to has a residual sum in front of it."""
-_ROOTS = frozenset({aten.rsqrt.default, aten.sqrt.default, aten.pow.Tensor_Scalar, aten.reciprocal.default})
 
 
 @dataclass(frozen=True)
@@ -87,7 +71,8 @@ def make_plan(
     refused: Mapping[fx.Node, Rejection],
 ) -> Plan:
     """Decide every norm of the graph. `refused` are the nodes of regions that could not be written as a program."""
-    planned = _refuse_cycles(graph, [p for r in regions if (p := _plan_region(r, lifted)) is not None])
+    is_backward = graph_kind(graph) == "backward"
+    planned = _refuse_cycles(graph, [p for r in regions if (p := _plan_region(r, lifted, is_backward)) is not None])
     in_regions = {n for r in regions for n in r.nodes}
     others = _norms_outside(graph, in_regions, refused)
     with_norms = {n for p in planned for n in p.region.nodes} | {v.node for v in others}
@@ -106,18 +91,18 @@ def unnormed_sums(graph: fx.Graph, plan: Plan) -> list[tuple[fx.Node, Rejection]
     return [
         (n, Rejection(Reason.NO_NORM, f"no norm reads the sum {n.name}"))
         for n in graph.nodes
-        if n.target is aten.add.Tensor and _two_tiles(n) and n not in read
+        if n.target is aten.add.Tensor and is_residual_add(n) and n not in read
     ]
 
 
 # --- legality and profitability of one region
 
 
-def _plan_region(region: Region, lifted: dict[fx.Node, Lifted]) -> PlannedRegion | None:
+def _plan_region(region: Region, lifted: dict[fx.Node, Lifted], is_backward: bool) -> PlannedRegion | None:
     norms = (*recognise(region.program), *recognise_backward(region.program))
     device = val(region.tile).device
     if not norms:
-        return _plan_column_sums(region, device)
+        return _plan_bias_gradient(region, device) if is_backward else None
     misses = [n for n in norms if n.rejection is not None]
     verdicts = [_judge(region, norm, device) for norm in norms]
     if misses and len(misses) < len(norms):  # what looks like a norm and is none stays out of the others' kernel
@@ -131,7 +116,7 @@ def _plan_region(region: Region, lifted: dict[fx.Node, Lifted]) -> PlannedRegion
     return PlannedRegion(region, tuple(verdicts), cost.traffic(region, device.type), device)
 
 
-def _plan_column_sums(region: Region, device: torch.device) -> PlannedRegion | None:
+def _plan_bias_gradient(region: Region, device: torch.device) -> PlannedRegion | None:
     """A region without a norm pays where it sums the columns of what it stores, as behind an activation."""
     p = region.program
     if p.row_reductions or device.type not in DEVICES or not cost.sums_what_it_stores(p):
@@ -175,7 +160,7 @@ def _reject_all(p: PlannedRegion) -> PlannedRegion:
 def _judge(region: Region, norm: Norm, device: torch.device) -> Verdict:
     node = region.node_of(norm.output)
     start = region.holder_of(norm.input)
-    sum_node = _gradient_sum(region, node, start) if norm.backward else residual_sum(start)
+    sum_node = gradient_sum(region.nodes, node, start) if norm.backward else residual_sum(start)
     rejection = norm.rejection
     if rejection is None and sum_node is not None and sum_node not in region.nodes and not norm.backward:
         rejection = Rejection(
@@ -184,28 +169,6 @@ def _judge(region: Region, norm: Norm, device: torch.device) -> Verdict:
     if rejection is None and device.type not in DEVICES:
         rejection = Rejection(Reason.UNSUPPORTED_DEVICE, f"device {device} is not one of {', '.join(DEVICES)}")
     return Verdict(norm.kind, node, sum_node, rejection)
-
-
-def _gradient_sum(region: Region, gradient: fx.Node, start: fx.Node) -> fx.Node | None:
-    """What tells that a norm's gradient belongs to a residual sum, or None.
-
-    That is the joint pass's mark. Without it (this pass alone, in a user's own set-up) it is the sum, saved or computed
-    again, or the normalised row, of which nobody can tell; or else the add that joins the gradient with the residual
-    stream's own.
-    """
-    chain = look_back(start)
-    marked = next((n for n in chain if RESIDUAL_MARK in n.meta), None)
-    if marked is not None:
-        return marked if marked.meta[RESIDUAL_MARK] else None
-    if chain[-1].op == "placeholder" and str(chain[-1].meta.get("original_aten")) in _MAKES_A_SUM_OR_NORM:
-        return chain[-1]
-    adds = (n for n in region.nodes if n.target is aten.add.Tensor and _two_tiles(n))
-    return residual_sum(start) or next((n for n in adds if _reads(n, gradient)), None)
-
-
-def _reads(node: fx.Node, source: fx.Node) -> bool:
-    """Whether `source`, seen through casts and views, is added by `node`, or is such a sum itself."""
-    return any(isinstance(a, fx.Node) and source in look_back(a) for a in node.args[:2]) or node is source
 
 
 def _without(region: Region, misses: list[Norm], norms: Sequence[Norm], lifted: dict[fx.Node, Lifted]) -> Region:
@@ -231,58 +194,6 @@ def _outside(start: fx.Node, region: Region) -> str:
     return start.name
 
 
-# --- where a norm's input comes from
-
-
-def residual_sum(node: fx.Node) -> fx.Node | None:
-    """The add of two activations that `node` is, seen through casts, views, dropout and factors; or None."""
-    for n in look_back(node):
-        if n.target is aten.add.Tensor and _two_tiles(n):
-            return n
-    return None
-
-
-def look_back(node: fx.Node) -> list[fx.Node]:
-    """`node` and what it is, seen through casts, views, moves of rows, masks, and sums and products with vectors."""
-    chain = [node]
-    while True:
-        inner = _inner(chain[-1])
-        if inner is None:
-            return chain
-        chain.append(inner)
-
-
-def _inner(node: fx.Node) -> fx.Node | None:
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
-        return None
-    if node.target in VIEWS | CASTS | _MOVES:
-        return node.args[0]
-    if node.target in _FACTORS:
-        operands = [a for a in node.args[:2] if isinstance(a, fx.Node) and not _is_vector(a, node)]
-        return operands[0] if len(operands) == 1 else None
-    return None
-
-
-def _two_tiles(node: fx.Node) -> bool:
-    return all(isinstance(a, fx.Node) and _is_tile(a, node) for a in node.args[:2])
-
-
-def _is_tile(arg: fx.Node, user: fx.Node) -> bool:
-    """Whether `arg` varies over the rows and the columns of the tile `user` (it may repeat over some of the rows)."""
-    return not _is_vector(arg, user) and val(arg).ndim > 0 and same_size(val(arg).shape[-1], val(user).shape[-1])
-
-
-def _is_vector(arg: fx.Node, user: fx.Node) -> bool:
-    """Whether `arg` is a scalar, a per-column vector, or a dropout mask, beside the tile `user`."""
-    tensor, out = val(arg), val(user)
-    if not isinstance(tensor, torch.Tensor) or not isinstance(out, torch.Tensor):
-        return True
-    if tensor.dtype is torch.bool or (tensor.ndim < out.ndim and same_size(tensor.numel(), 1)):
-        return True
-    one_row = all(same_size(d, 1) for d in out.shape[:-1])
-    return all(same_size(d, 1) for d in tensor.shape[:-1]) and (tensor.ndim < out.ndim or not one_row)
-
-
 # --- norms that no region holds
 
 
@@ -294,56 +205,6 @@ def _norms_outside(graph: fx.Graph, in_regions: set[fx.Node], refused: Mapping[f
             rejection = refused.get(node) or _why_not_lifted(node)
             found.append(Verdict(kind, node, residual_sum(source), rejection))
     return found
-
-
-def resembles(node: fx.Node) -> str | None:
-    """The norm that a reduction outside every region belongs to, by the square before it and the root after it."""
-    dims, ndim = reduced_dims(node), val(node.args[0]).ndim  # type: ignore[arg-type]
-    if ndim == 0 or (0 in dims and 1 not in dims and ndim > 2) or is_made_by(node, BatchNorm):
-        return None  # a number, or BatchNorm: over the batch and all of each channel
-    if node.target in (aten.var_mean.correction, aten.var.correction, aten.std.correction):
-        kind = "layer_norm"
-    elif node.target in (aten.mean.dim, aten.sum.dim_IntList) and _square_of(node) is not None:
-        inner = _square_of(node)
-        kind = "layer_norm" if inner is not None and inner.target is aten.sub.Tensor else "rms_norm"
-    else:
-        return None
-    return kind if _reaches_root(node) else None
-
-
-def _square_of(node: fx.Node) -> fx.Node | None:
-    source = node.args[0]
-    if not isinstance(source, fx.Node) or not source.args or not isinstance(source.args[0], fx.Node):
-        return None
-    is_square = (source.target is aten.pow.Tensor_Scalar and source.args[1] == 2) or (
-        source.target is aten.mul.Tensor and source.args[0] is source.args[1]
-    )
-    return source.args[0] if is_square or source.target is aten.square.default else None
-
-
-def normalised(node: fx.Node) -> fx.Node:
-    """The node whose values are normalised: what is squared, before its mean is subtracted."""
-    inner = _square_of(node)
-    if inner is None:
-        inner = node.args[0]  # type: ignore[assignment]
-    elif inner.target is aten.sub.Tensor and isinstance(inner.args[0], fx.Node):
-        inner = inner.args[0]
-    assert isinstance(inner, fx.Node)
-    return inner
-
-
-def _reaches_root(node: fx.Node, steps: int = 6) -> bool:
-    """Whether a root is taken of this statistic, a few small pointwise steps on."""
-    frontier = [node]
-    for _ in range(steps):
-        frontier = [u for n in frontier for u in n.users]
-        if any(u.target in _ROOTS and not (u.target is aten.pow.Tensor_Scalar and u.args[1] == 2) for u in frontier):
-            return True
-        small = val(node)[0] if isinstance(val(node), (tuple, list)) else val(node)
-        frontier = [
-            u for u in frontier if not isinstance(val(u), torch.Tensor) or same_size(val(u).numel(), small.numel())
-        ]
-    return False
 
 
 def _why_not_lifted(node: fx.Node) -> Rejection:

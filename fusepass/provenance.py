@@ -1,4 +1,4 @@
-"""Where a graph node comes from in the user's model: the module's path and the source line."""
+"""Where a graph and its nodes come from: training or inference; the module's path and the source line."""
 
 from __future__ import annotations
 
@@ -39,3 +39,11 @@ def source_line(node: fx.Node) -> str:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [f for f in frames if not f[0].startswith(_TORCH)] or frames
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+
+
+def graph_kind(graph: fx.Graph) -> str:
+    """ "backward" where the graph takes tangents, "forward" where it takes primals, otherwise "inference"."""
+    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+    if any(n.startswith("tangents_") for n in names):
+        return "backward"
+    return "forward" if any(n.startswith("primals_") for n in names) else "inference"

@@ -13,7 +13,7 @@ form: (m1, m2 - m1^2) for LayerNorm, (0, m2) for RMSNorm. The normal forms to co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -32,7 +32,7 @@ from .verdict import Reason, Rejection
 
 _Z = sympy.Symbol("Z", real=True)
 _MOMENTS = (sympy.Integer(1), sympy.Symbol("m1", real=True), sympy.Symbol("m2", positive=True))
-MOST_OPERATIONS = 60  # of an expression: no norm of z is larger; norms of norms of z grow without bound
+_MOST_OPERATIONS = 60  # of an expression: no norm of z is larger; norms of norms of z grow without bound
 _HALF = sympy.Rational(1, 2)
 
 
@@ -126,13 +126,23 @@ def _norms_of(program: RowProgram, z: str, reductions: frozenset[str]) -> list[N
 
 def _evaluate(program: RowProgram, z: str, reductions: frozenset[str]) -> tuple[dict[str, Any], dict[str, set[str]]]:
     """Each value as an expression relative to z, and which of z's reductions each value uses."""
+    return evaluate(program, {z: _Z}, reductions, lambda s, e: _reduce(s, e, program.cols))
+
+
+def evaluate(
+    program: RowProgram, known: Mapping[str, Any], reductions: frozenset[str], reduce: Callable[[Statement, Any], Any]
+) -> tuple[dict[str, Any], dict[str, set[str]]]:
+    """Each value as an expression relative to the `known` ones, and which of the reductions each value uses.
+
+    `reduce(statement, expression)` gives a reduction's value. What is too large, or no arithmetic, is a symbol.
+    """
     expressions: dict[str, Any] = {}
     used: dict[str, set[str]] = {}
     for name, value in program.values.items():
         args = value.value_args if isinstance(value, Statement) else ()
         used[name] = set().union(*(used[a] for a in args)) if args else set()
-        if name == z:
-            expressions[name], used[name] = _Z, set()
+        if name in known:
+            expressions[name], used[name] = known[name], set()
         elif not isinstance(value, Statement):
             expressions[name] = value_symbol(name, value.kind)
         elif value.op in POINTWISE:
@@ -140,11 +150,11 @@ def _evaluate(program: RowProgram, z: str, reductions: frozenset[str]) -> tuple[
                 *(expressions[a] if isinstance(a, str) else exact(a) for a in value.args)
             )
         elif name in reductions:
-            expressions[name] = _reduce(value, expressions[args[0]], program.cols)
+            expressions[name] = reduce(value, expressions[args[0]])
             used[name] = used[name] | {name}
         else:
             expressions[name] = value_symbol(name, value.kind)
-        if expressions[name].count_ops() > MOST_OPERATIONS:
+        if expressions[name].count_ops() > _MOST_OPERATIONS:
             expressions[name] = value_symbol(name, value.kind)
     return expressions, used
 
@@ -161,12 +171,18 @@ def value_symbol(name: str, kind: Kind) -> Any:
     return sympy.Symbol(f"{kind.value}_{name}", positive=kind is Kind.SCALAR, real=True)
 
 
-def _is_col(symbol: Any) -> bool:
+def is_col(symbol: Any) -> bool:
+    """Whether a symbol stands for a value per column."""
     return str(symbol).startswith("col_")
 
 
+def is_tile(symbol: Any) -> bool:
+    """Whether a symbol stands for a tile, other than those that expressions are relative to."""
+    return str(symbol).startswith("tile_")
+
+
 def _is_tile(symbol: Any) -> bool:
-    return symbol == _Z or str(symbol).startswith("tile_")
+    return symbol == _Z or is_tile(symbol)
 
 
 def _reduce(s: Statement, expression: Any, cols: int) -> Any:
@@ -181,9 +197,7 @@ def _reduce(s: Statement, expression: Any, cols: int) -> Any:
     except sympy.PolynomialError:
         return value_symbol(s.name, Kind.ROW)
     coefficients = list(reversed(poly.all_coeffs()))
-    if len(coefficients) > len(_MOMENTS) or any(
-        _is_tile(f) or _is_col(f) for c in coefficients for f in c.free_symbols
-    ):
+    if len(coefficients) > len(_MOMENTS) or any(_is_tile(f) or is_col(f) for c in coefficients for f in c.free_symbols):
         return value_symbol(s.name, Kind.ROW)
     mean = sympy.expand(sum(c * m for c, m in zip(coefficients, _MOMENTS, strict=False)))
     return mean * cols if s.op == "row_sum" else mean
@@ -231,7 +245,7 @@ def _root(scale: Any) -> tuple[Any, Any, bool] | None:
 
 def _outermost(program: RowProgram, forms: dict[str, _Form]) -> list[str]:
     """One value for each norm: where a normalised value is multiplied by weights, each product; otherwise itself."""
-    weighted = {name for name, form in forms.items() if any(_is_col(f) for f in form.gain.free_symbols)}
+    weighted = {name for name, form in forms.items() if any(is_col(f) for f in form.gain.free_symbols)}
     parents = {
         name: [a for s in program.statements if s.name == name for a in s.value_args if a in forms] for name in forms
     }

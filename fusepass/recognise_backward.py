@@ -27,8 +27,7 @@ from typing import Any
 
 import sympy
 
-from .recognise import MOST_OPERATIONS, Norm, exact, value_symbol
-from .row_ops import POINTWISE
+from .recognise import Norm, evaluate, is_col, is_tile, value_symbol
 from .row_program import Kind, RowProgram, Statement
 
 _Z, _G = sympy.symbols("Z G", real=True)
@@ -118,7 +117,7 @@ def _gradient_of(program: RowProgram, z: str, g: str, reductions: frozenset[str]
     for s in program.statements:
         used = relative.used[s.name]
         if s.kind is Kind.TILE and used and (kind := relative.kind_of(s.name)) is not None:
-            tiles = {f for f in relative.expressions[s.name].free_symbols if _is_tile(f)}
+            tiles = {f for f in relative.expressions[s.name].free_symbols if is_tile(f)}
             if found is not None and tiles != added:
                 break
             added = tiles
@@ -135,27 +134,11 @@ class _Relative:
     def __init__(self, program: RowProgram, z: str, g: str, reductions: frozenset[str]) -> None:
         self.cols = program.cols
         self.weight: Any = None
-        self.expressions: dict[str, Any] = {}
-        self.used: dict[str, set[str]] = {}
-        for name, value in program.values.items():
-            args = value.value_args if isinstance(value, Statement) else ()
-            self.used[name] = set().union(*(self.used[a] for a in args)) if args else set()
-            if name in (z, g):
-                self.expressions[name], self.used[name] = (_Z if name == z else _G), set()
-            elif isinstance(value, Statement) and name in reductions:
-                self.expressions[name] = self._reduce(value)
-                self.used[name] = self.used[name] | {name}
-            elif isinstance(value, Statement) and value.op in POINTWISE:
-                numbers = (self.expressions[a] if isinstance(a, str) else exact(a) for a in value.args)
-                self.expressions[name] = POINTWISE[value.op].sympy(*numbers)
-            else:
-                self.expressions[name] = value_symbol(name, value.kind)
-            if self.expressions[name].count_ops() > MOST_OPERATIONS:
-                self.expressions[name] = value_symbol(name, value.kind)
+        self.expressions, self.used = evaluate(program, {z: _Z, g: _G}, reductions, self._reduce)
 
-    def _reduce(self, s: Statement) -> Any:
+    def _reduce(self, s: Statement, expression: Any) -> Any:
         """A row sum or mean as a polynomial in the moments; anything else is known only by name."""
-        poly = self._polynomial(self.expressions[s.value_args[0]])
+        poly = self._polynomial(expression)
         if s.op not in ("row_sum", "row_mean") or poly is None or any(powers not in _MOMENTS for powers in poly):
             return value_symbol(s.name, Kind.ROW)
         mean = sympy.expand(sum(c * _MOMENTS[powers] for powers, c in poly.items()))
@@ -168,21 +151,21 @@ class _Relative:
         except sympy.PolynomialError:
             return None
         for powers, coefficient in terms.items():
-            columns = [f for f in coefficient.free_symbols if _is_col(f)]
+            columns = [f for f in coefficient.free_symbols if is_col(f)]
             rest, factor = coefficient.as_independent(*columns, as_Add=False)
             if powers[1] == 1 and self.weight is None:
                 self.weight = factor
             if factor != (self.weight if powers[1] == 1 else 1):
                 return None
             terms[powers] = rest
-        if any(_is_tile(f) for c in terms.values() for f in c.free_symbols):
+        if any(is_tile(f) for c in terms.values() for f in c.free_symbols):
             return None
         return terms
 
     def _is_residual(self, term: Any) -> bool:
         """Whether a term of a gradient comes from the residual stream: another tile, or g without the norm's weight."""
         if not term.has(_Z, _G):
-            return any(_is_tile(f) for f in term.free_symbols)
+            return any(is_tile(f) for f in term.free_symbols)
         return bool(term.has(_G) and self.weight is not None and self.weight != 1 and not term.has(self.weight))
 
     def kind_of(self, name: str) -> str | None:
@@ -196,14 +179,6 @@ class _Relative:
             return None
         a, b, c = (poly.get(powers, sympy.Integer(0)) for powers in ((0, 1), (1, 0), (0, 0)))
         return _kind(a, b, c)
-
-
-def _is_tile(symbol: Any) -> bool:
-    return str(symbol).startswith("tile_")
-
-
-def _is_col(symbol: Any) -> bool:
-    return str(symbol).startswith("col_")
 
 
 def _kind(a: Any, b: Any, c: Any) -> str | None:

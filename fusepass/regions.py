@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -25,6 +24,8 @@ from .lift import Lifted, Space, same_space
 from .row_ops import COL_REDUCTIONS, GENERATORS, POINTWISE, ROW_REDUCTIONS
 from .row_program import Kind, Operand, Output, RowProgram, Statement
 from .rules import CASTS, Role, val
+
+_REDUCES = (Role.REDUCTION, Role.COLUMN_SUM)
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,7 @@ class Region:
 
     def is_col_sum(self, node: fx.Node) -> bool:
         """Whether a member holds a column sum."""
-        value = self.program.values.get(str(self.value_of.get(node)))
-        return isinstance(value, Statement) and value.op in COL_REDUCTIONS
+        return self.program.values.get(str(self.value_of.get(node))) in self.program.col_sums
 
     def holder_of(self, value: str) -> fx.Node:
         """The node that holds a value of the program: a member, or the node that an operand reads."""
@@ -100,84 +100,82 @@ def find_regions(lifted: dict[fx.Node, Lifted]) -> list[list[fx.Node]]:
             other = lifted.get(source)
             if other and other.depth == entry.depth and _joined(other, entry):
                 parent[root(source)] = root(node)
-    seeded = {root(n) for n, entry in lifted.items() if entry.rule.role is Role.REDUCTION}
-    summed = {root(n) for n, entry in lifted.items() if entry.rule.role is Role.COLUMN_SUM}
-    for a, b in _readers_of_one_tile(lifted):
-        part, whole = (a, b) if root(b) in seeded else (b, a)
-        if root(part) in summed - seeded and root(whole) in seeded:
-            parent[root(part)] = root(whole)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in lifted:
         groups[root(node)].append(node)
-    _join_sole_readers(groups, seeded, root, lifted)
-    chosen = [g for n, g in groups.items() if n in seeded or any(_sums_own_tile(s, g, lifted) for s in g)]
+    _join_readers(groups, lifted)
+    chosen = [g for g in groups.values() if _has(g, Role.REDUCTION, lifted) or _sums_own_tile(g, lifted)]
     return [absorb_results(absorb_vectors(g, lifted), lifted) for g in chosen]
 
 
-def _sums_own_tile(node: fx.Node, nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> bool:
-    """Whether `node` is a sum over the columns of a tile that a pointwise node of the set computes."""
-    if lifted[node].rule.role is not Role.COLUMN_SUM:
-        return False
-    source: Any = node.args[0]
-    while source in lifted and lifted[source].rule.role is Role.VIEW:
-        source = source.args[0]
-    return source in nodes and lifted[source].rule.role is Role.POINTWISE
+def _has(nodes: list[fx.Node], role: Role, lifted: dict[fx.Node, Lifted]) -> bool:
+    return any(lifted[n].rule.role is role for n in nodes)
 
 
-def _join_sole_readers(
-    groups: dict[fx.Node, list[fx.Node]],
-    seeded: set[fx.Node],
-    root: Callable[[fx.Node], fx.Node],
-    lifted: dict[fx.Node, Lifted],
-) -> None:
-    """Move each seeded set into the later set that alone reads its results, as a norm's gradient is read by the add
-    where the residual stream's own arrives behind more barriers. Both are then one convex set: no path leaves the first
-    but into the second, or to what is later still.
+def _sums_own_tile(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> bool:
+    """Whether a set sums the columns of a tile that one of its pointwise nodes computes."""
+    members = set(nodes)
+    for node in nodes:
+        if lifted[node].rule.role is Role.COLUMN_SUM:
+            source: Any = node.args[0]
+            while source in lifted and lifted[source].rule.role is Role.VIEW:
+                source = source.args[0]
+            if source in members and lifted[source].rule.role is Role.POINTWISE:
+                return True
+    return False
+
+
+def _join_readers(groups: dict[fx.Node, list[fx.Node]], lifted: dict[fx.Node, Lifted]) -> None:
+    """Move a set with sums into another one of its own depth or a later one, where the two make one kernel:
+
+    - The other alone reads its results, as the add reads a norm's gradient where the residual stream's own arrives
+      behind more barriers.
+    - It sums columns only, and the other reduces rows of a tile that both read from outside: in FP32 the sum for a
+      norm's weight gradient has no edge to the input's gradient, nor has a bias gradient that sums what comes in.
+
+    The two are convex together, since whatever else reads the first set is later than the second.
     """
-    moved: dict[fx.Node, fx.Node] = {}
-    for start in sorted(seeded, key=lambda n: lifted[groups[n][0]].depth):
-        nodes = groups[start]
+    home = {n: key for key, nodes in groups.items() for n in nodes}
+    summing = [k for k, g in groups.items() if _has(g, Role.REDUCTION, lifted) or _has(g, Role.COLUMN_SUM, lifted)]
+    for key in sorted(summing, key=lambda k: lifted[groups[k][0]].depth):
+        nodes = groups[key]
         members = set(absorb_results(nodes, lifted))
-        readers = [u for n in members for u in n.users if u not in members and u.op != "output"]
-        joined = {u for u in readers if u in lifted and _joined(lifted[nodes[0]], lifted[u])}
-        targets = {_follow(moved, root(u)) for u in joined}
-        if len(targets) != 1:
+        reads = [(n, u) for n in members for u in n.users if u not in members]
+        others = {home[u] for n, u in reads if u in lifted and _joined(lifted[n], lifted[u])}
+        if len(others) > 1:
             continue
-        (target,) = targets
-        depth = max(lifted[n].depth for n in groups[target])
-        if target != start and all(u in joined or (u in lifted and lifted[u].depth > depth) for u in readers):
-            groups[target] = sorted([*nodes, *groups[target]], key=lambda n: lifted[n].order)
-            del groups[start]
-            moved[start] = target
-            seeded.discard(start)
-            seeded.add(target)
+        if not others and not _has(nodes, Role.REDUCTION, lifted):
+            others = _sharers(nodes, groups, home, lifted)
+        for other in sorted(others, key=lambda k: lifted[groups[k][0]].order):
+            first, last = (max(lifted[n].depth for n in groups[k]) for k in (key, other))
+            if first <= last and all(home.get(u) == other or _is_later(u, first, last, lifted) for _, u in reads):
+                groups[other] = sorted([*groups.pop(key), *groups[other]], key=lambda n: lifted[n].order)
+                home |= dict.fromkeys(nodes, other)
+                break
 
 
-def _follow(moved: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    while node in moved:
-        node = moved[node]
-    return node
+def _sharers(
+    nodes: list[fx.Node],
+    groups: dict[fx.Node, list[fx.Node]],
+    home: dict[fx.Node, fx.Node],
+    lifted: dict[fx.Node, Lifted],
+) -> set[fx.Node]:
+    """The sets with row reductions that read a tile which these nodes read too, from outside."""
+    tiles = {i for n in nodes for i in n.all_input_nodes if home.get(i) != home[n] and _is_full_tile(i, lifted[n])}
+    users = [u for t in tiles for u in t.users if u in lifted and same_space(lifted[u].space, lifted[nodes[0]].space)]
+    return {home[u] for u in users if home[u] != home[nodes[0]] and _has(groups[home[u]], Role.REDUCTION, lifted)}
+
+
+def _is_later(reader: fx.Node, first: int, last: int, lifted: dict[fx.Node, Lifted]) -> bool:
+    """Whether a reader of a set at depth `first` comes after every node of depth `last`."""
+    if reader in lifted:
+        return lifted[reader].depth > last
+    return reader.op == "output" or first >= last  # a barrier is later than what it reads
 
 
 def _joined(source: Lifted, user: Lifted) -> bool:
     """Whether the value of one liftable node enters the other row by row. A column sum enters nothing of its depth."""
     return source.kind is not Kind.COL and same_space(source.space, user.space)
-
-
-def _readers_of_one_tile(lifted: dict[fx.Node, Lifted]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Pairs of nodes of equal depth and space that read the same tile from outside.
-
-    In FP32 the sum for a norm's weight gradient has no edge to the input's gradient: it reads the same tiles.
-    """
-    first: dict[tuple[fx.Node, int], fx.Node] = {}
-    for node, entry in lifted.items():
-        for source in node.all_input_nodes:
-            other = lifted.get(source)
-            if (other and other.depth == entry.depth) or not _is_full_tile(source, entry):
-                continue
-            known = first.setdefault((source, entry.depth), node)
-            if known is not node and same_space(lifted[known].space, entry.space):
-                yield known, node
 
 
 def _is_full_tile(source: fx.Node, user: Lifted) -> bool:
@@ -208,9 +206,9 @@ def absorb_vectors(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[
 def absorb_results(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[fx.Node]:
     """Add the casts and views of column sums, where nothing else reads the sum: the kernel writes the result."""
     members = set(nodes)
-    for node in nodes:
-        while lifted[node].kind is Kind.COL or node not in nodes:
-            user = next(iter(node.users)) if len(node.users) == 1 else None
+    for node in [n for n in nodes if lifted[n].kind is Kind.COL]:
+        while len(node.users) == 1:
+            (user,) = node.users
             if user not in lifted or not (user.target in CASTS or lifted[user].rule.role is Role.VIEW):
                 break
             members.add(user)
@@ -229,9 +227,6 @@ def build_region(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> Region:
             nodes = [n for n in nodes if n is not e.node]
 
 
-_REDUCES = (Role.REDUCTION, Role.COLUMN_SUM)
-
-
 class _Builder:
     def __init__(self, nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> None:
         self.nodes = nodes
@@ -245,7 +240,7 @@ class _Builder:
         self.operands: dict[Any, Operand] = {}
         self.reads: dict[str, Read] = {}
         self.statements: dict[Any, Statement] = {}
-        self.kinds: dict[str, Kind] = {}
+        self.named: dict[str, Operand | Statement] = {}
         self.sizes: dict[str, Any] = {}
         self.value_of: dict[fx.Node, Any] = {}
         self.made_by: dict[str, fx.Node] = {}
@@ -261,9 +256,9 @@ class _Builder:
             if self.is_col_sum(name):
                 outputs.append(Output(name))
                 continue
-            if self.kinds[name] not in (Kind.TILE, Kind.ROW):
+            if self.named[name].kind not in (Kind.TILE, Kind.ROW):
                 raise Narrow(node)
-            if self.kinds[name] is Kind.ROW and self.lifted[node].kind is Kind.TILE:
+            if self.named[name].kind is Kind.ROW and self.lifted[node].kind is Kind.TILE:
                 raise Narrow(node)
             outputs.append(Output(name, ("row",)))
         renamed = self._live_names([o.value for o in outputs])
@@ -331,16 +326,18 @@ class _Builder:
         values = tuple(a if isinstance(a, str) else float(a) for a in args)
         if op in ("add", "mul"):  # commutative to the bit: one order, so that swapped spellings give one program
             values = tuple(sorted(values, key=lambda a: (isinstance(a, float), str(a))))
-        if op in ROW_REDUCTIONS and self.kinds[str(values[0])] in (Kind.ROW, Kind.SCALAR):  # of one value, repeated
+        if op in ROW_REDUCTIONS and self.named[str(values[0])].kind in (
+            Kind.ROW,
+            Kind.SCALAR,
+        ):  # of one value, repeated
             return self.emit("mul", values[0], float(self.space.cols if op == "row_sum" else 1), dtype=dtype)
         if op == "cast" and isinstance(values[0], str) and self.is_col_sum(values[0]):  # rounded once, when it is done
-            summed = next(s for s in self.statements.values() if s.name == values[0])
-            return self.emit("col_sum", *summed.args, dtype=dtype)
+            return self.emit("col_sum", *self.named[values[0]].args, dtype=dtype)  # type: ignore[union-attr]
         key = (op, tuple(repr(a) for a in values), dtype)  # 0.0 and -0.0 are equal, but not the same
-        if op == "cast" and isinstance(values[0], str) and self.dtype(values[0]) is dtype:
+        if op == "cast" and isinstance(values[0], str) and self.named[values[0]].dtype is dtype:
             return values[0]
         if key not in self.statements:
-            kinds = [self.kinds[a] for a in values if isinstance(a, str)]
+            kinds = [self.named[a].kind for a in values if isinstance(a, str)]
             if op in POINTWISE:
                 kind = Kind.join(kinds)
             elif op in GENERATORS:
@@ -350,17 +347,13 @@ class _Builder:
                 if kinds != [Kind.TILE]:
                     raise Narrow(self.current)
             name = f"v{len(self.statements)}"
-            self.statements[key] = Statement(name, op, values, kind, dtype)
-            self.kinds[name] = kind
+            self.statements[key] = self.named[name] = Statement(name, op, values, kind, dtype)
             self.made_by[name] = self.current
         return self.statements[key].name
 
     def is_col_sum(self, name: str) -> bool:
-        return any(s.name == name and s.op in COL_REDUCTIONS for s in self.statements.values())
-
-    def dtype(self, name: str) -> torch.dtype:
-        values: list[Operand | Statement] = [*self.operands.values(), *self.statements.values()]
-        return next(v.dtype for v in values if v.name == name)
+        value = self.named[name]
+        return isinstance(value, Statement) and value.op in COL_REDUCTIONS
 
     # --- operands
 
@@ -378,8 +371,7 @@ class _Builder:
         if key not in self.operands:
             prefix = {Kind.TILE: "x", Kind.ROW: "r", Kind.COL: "w", Kind.SCALAR: "a"}[read.kind]
             name = f"{prefix}{sum(o.kind is read.kind for o in self.operands.values())}"
-            self.operands[key] = Operand(name, read.kind, val(node).dtype, read.index)
-            self.kinds[name] = read.kind
+            self.operands[key] = self.named[name] = Operand(name, read.kind, val(node).dtype, read.index)
             self.reads[name] = read
         return self.operands[key].name
 

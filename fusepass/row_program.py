@@ -133,6 +133,10 @@ class RowProgram:
         return tuple(s for s in self.statements if s.op in ROW_REDUCTIONS)
 
     @cached_property
+    def col_sums(self) -> tuple[Statement, ...]:
+        return tuple(s for s in self.statements if s.op in COL_REDUCTIONS)
+
+    @cached_property
     def phases(self) -> dict[str, int]:
         """For each value, how many row reductions must be finished, one after the other, before it can be computed."""
         phase: dict[str, int] = {o.name: 0 for o in self.operands}

@@ -104,8 +104,10 @@ def eager_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _round(number: float, dtype: torch.dtype) -> float:
+    if dtype not in HALVES:
+        return number
     with no_dispatch_modes():
-        return float(torch.tensor(number, dtype=torch.float64).to(dtype)) if dtype in HALVES else number
+        return float(torch.tensor(number, dtype=torch.float64).to(dtype))
 
 
 def _emit_add(sign: float) -> Callable[[Emit, fx.Node, Sequence[Any]], str]:

@@ -24,7 +24,6 @@ from .rules import CASTS, VIEWS, Role, eager_arguments, is_random, random_op, va
 from .verdict import Reason, Rejection
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 RELATIVE_TOLERANCE = 1e-8
 _MOST_ELEMENTS = 1 << 22  # of a tile that is checked at its true size

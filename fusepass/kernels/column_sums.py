@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..row_ops import COL_REDUCTIONS
 from ..row_program import Kind, RowProgram, Statement
-
-
-def column_sums(program: RowProgram) -> tuple[Statement, ...]:
-    return tuple(s for s in program.statements if s.op in COL_REDUCTIONS)
 
 
 def sum_dtype(program: RowProgram) -> torch.dtype:
     """The dtype of the partial sums: FP32, or FP64 if any of them is."""
     values = program.values
-    double = any(values[s.value_args[0]].dtype is torch.float64 for s in column_sums(program))
-    double |= any(s.dtype is torch.float64 for s in column_sums(program))
+    double = any(values[s.value_args[0]].dtype is torch.float64 for s in program.col_sums)
+    double |= any(s.dtype is torch.float64 for s in program.col_sums)
     return torch.float64 if double else torch.float32
 
 
@@ -47,7 +42,7 @@ def short_lived_order(program: RowProgram) -> list[Statement]:
     """The tile and row statements, each computed late, but what column sums and outputs need before the row reductions
     that they do not wait for: few tiles are alive where a reduction waits for all threads."""
     phases = program.phases
-    ends = [s.value_args[0] for s in column_sums(program)] + [o.value for o in program.outputs]
+    ends = [s.value_args[0] for s in program.col_sums] + [o.value for o in program.outputs]
     order: dict[str, Statement] = {}
 
     def compute(name: str) -> None:

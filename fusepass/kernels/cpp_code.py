@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from ..row_ops import COL_REDUCTIONS, GENERATORS, POINTWISE
+from ..row_ops import GENERATORS, POINTWISE
 from ..row_program import Kind, Output, RowProgram, Statement
-from .cpp_placement import Placement, overwritable
+from .cpp_placement import Placement
 from .cpp_statements import (
     C_TYPE,
     c_name,
@@ -35,8 +35,6 @@ from .cpp_statements import (
     vector,
     vector_statement,
 )
-
-__all__ = ["KERNEL_NAME", "argument_types", "generate", "n_strides", "overwritable", "prelude"]
 
 KERNEL_NAME = "kernel"
 
@@ -140,7 +138,7 @@ class _Writer:
         self._row_loop(loop)
         out = _Lines()
         out.add("// The rows of one part; the first part also writes what does not depend on the row.")
-        totals = ", double* totals" if self.placement.col_sums else ""
+        totals = ", double* totals" if self.program.col_sums else ""
         out.add(f"void run_rows(const Arguments& a, int64_t part, int64_t begin, int64_t end{totals}) {{")
         out.add("const int64_t cols = a.cols;")
         sizes = [f"{count} * Scratch::row_bytes<{type_}>(cols)" for type_, count in sorted(self.taken.items())]
@@ -186,8 +184,8 @@ class _Writer:
 
     def _columns(self, out: _Lines) -> None:
         """Column values: contiguous FP32 or FP64 operands in place, the others computed once into scratch."""
-        statements = [s for s in self.program.statements if s.kind is Kind.COL and s.op not in COL_REDUCTIONS]
-        sums = {s.name for s in self.placement.col_sums}
+        statements = [s for s in self.program.statements if s.kind is Kind.COL and s not in self.program.col_sums]
+        sums = {s.name for s in self.program.col_sums}
         outputs = [(i, o) for i, o in self._outputs_of_kind(Kind.COL) if o.value not in sums]
         if not self.placement.loaded_cols and not outputs:
             return
@@ -251,7 +249,7 @@ class _Writer:
             out.add(f"{c_type}* out{i}_scattered = {self._take(c_type)};")
         for n in self.placement.kept:
             out.add(f"{held(self.dtype(n))}* {c_name(n)}_row = {self._take(held(self.dtype(n)))};")
-        for s in self.placement.col_sums:
+        for s in self.program.col_sums:
             type_ = held(computed_in(self.program, s))
             out.add(f"{type_}* {c_name(s.name)}_partial = {self._take(type_)};")
             out.add(f"std::fill_n({c_name(s.name)}_partial, cols, {type_}(0));")
@@ -356,9 +354,9 @@ class _Writer:
             out.add(f"*out{i}_at(row) = static_cast<{C_TYPE[self.dtype(output.value)]}>({c_name(output.value)});")
         for i, output in self.placement.tile_outputs:
             out.add(f"scatter_row(out{i}_at(row), a.out{i}_stride{len(output.index)}, cols, out{i}_row);")
-        if self.placement.col_sums:
+        if self.program.col_sums:
             out.add("if ((row - begin) % kRowBlock == kRowBlock - 1 || row + 1 == end) {")
-            for i, s in enumerate(self.placement.col_sums):
+            for i, s in enumerate(self.program.col_sums):
                 out.add(f"flush_partial({c_name(s.name)}_partial, totals + {i} * cols, cols);")
             out.add("}")
 
@@ -370,14 +368,14 @@ class _Writer:
         out.add(f"const Arguments a{{{values}}};")
         out.add("const int64_t n_parts = parts_of(threads, rows, cols);")
         call = "run_rows(a, part, begin, end"
-        if self.placement.col_sums:
-            out.add(f"std::vector<double> totals(n_parts * {len(self.placement.col_sums)} * cols);")
-            call += f", totals.data() + part * {len(self.placement.col_sums)} * cols"
+        if self.program.col_sums:
+            out.add(f"std::vector<double> totals(n_parts * {len(self.program.col_sums)} * cols);")
+            call += f", totals.data() + part * {len(self.program.col_sums)} * cols"
         out.add("parallel_rows(n_parts, rows, [&](int64_t part, int64_t begin, int64_t end) {", f"{call});", "});")
         for i, output in self._outputs_of_kind(Kind.COL):
-            for k, s in enumerate(self.placement.col_sums):
+            for k, s in enumerate(self.program.col_sums):
                 if s.name == output.value:
-                    totals = f"totals.data() + {k} * cols, {len(self.placement.col_sums)} * cols"
+                    totals = f"totals.data() + {k} * cols, {len(self.program.col_sums)} * cols"
                     out.add(f"write_column_sum(a.out{i}, a.out{i}_stride0, cols, n_parts, {totals});")
         out.add("}")
         return out.lines

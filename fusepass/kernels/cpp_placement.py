@@ -11,7 +11,7 @@ from functools import cache, cached_property
 
 import torch
 
-from ..row_ops import COL_REDUCTIONS, POINTWISE
+from ..row_ops import POINTWISE
 from ..row_program import HALVES, Kind, Operand, Output, RowProgram, Statement
 
 _NOT_WORTH_REPEATING = frozenset({"div", "sqrt", "rsqrt", "reciprocal"})
@@ -45,7 +45,6 @@ class Placement:
     def __init__(self, program: RowProgram) -> None:
         self.program = program
         self.phase = program.phases
-        self.col_sums = [s for s in program.statements if s.op in COL_REDUCTIONS]
         self.tile_outputs = [(i, o) for i, o in enumerate(program.outputs) if self.kind(o.value) is Kind.TILE]
         self._computed: list[set[str]] = []
         self.first_loop: dict[str, int] = {}
@@ -66,7 +65,7 @@ class Placement:
         return [s for s in self.program.row_reductions if self.phase[s.args[0]] == loop]  # type: ignore[index]
 
     def col_sums_of(self, loop: int) -> list[Statement]:
-        return [s for s in self.col_sums if self.phase[s.args[0]] == loop]  # type: ignore[index]
+        return [s for s in self.program.col_sums if self.phase[s.args[0]] == loop]  # type: ignore[index]
 
     def outputs_of(self, loop: int) -> list[tuple[int, Output]]:
         return [(i, o) for i, o in self.tile_outputs if self.phase[o.value] == loop]

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import ProgramError
 from ..row_program import Kind, RowProgram, Statement
-from .column_sums import column_sums, short_lived_order, sum_dtype
+from .column_sums import short_lived_order, sum_dtype
 
 MAX_WARPS = 16  # of 64 lanes on AMD: 1024 threads, the most that a workgroup may have
 ELEMENTS_PER_THREAD = 16  # per lane of a 32-lane warp: two 128-bit accesses of 16-bit data, one on AMD's 64 lanes
@@ -83,8 +83,8 @@ class Schedule:
             raise ProgramError(
                 f"a {self.kind} schedule needs block_n >= cols, got block_n={self.block_n}, cols={program.cols}"
             )
-        if (self.kind in ("persistent", "wide")) != bool(column_sums(program)):
-            raise ProgramError(f"a {self.kind} schedule is not for {len(column_sums(program))} column sums")
+        if (self.kind in ("persistent", "wide")) != bool(program.col_sums):
+            raise ProgramError(f"a {self.kind} schedule is not for {len(program.col_sums)} column sums")
         if self.statistics_rows > self.rows_per_program * self.block_n:
             raise ProgramError(
                 f"expected statistics_rows <= {self.rows_per_program * self.block_n}, the elements of a tile, "
@@ -95,7 +95,7 @@ class Schedule:
 
 def choose(program: RowProgram, rows: int | None = None) -> Schedule:
     """The schedule for `program`. `rows` (None where symbolic) is taken for completeness and must not matter."""
-    if column_sums(program):
+    if program.col_sums:
         return _choose_summing(program)
     block_n = next_power_of_two(program.cols)
     live = live_tiles(program)
@@ -150,10 +150,10 @@ def instances(
     if schedule.rows_per_program > 1:
         blocks = apply(operator.add, rows, schedule.rows_per_program - 1)
         blocks = apply(operator.floordiv, blocks, schedule.rows_per_program)
-    if not column_sums(program):
+    if not program.col_sums:
         return blocks
     part, whole = PARTIAL_SHARE
-    moved = 2 * sum_dtype(program).itemsize * len(column_sums(program)) * whole
+    moved = 2 * sum_dtype(program).itemsize * len(program.col_sums) * whole
     cheap = apply(operator.floordiv, apply(operator.mul, rows, part * _narrowest_tile(program)), moved)
     few = apply(operator.floordiv, apply(operator.add, blocks, BLOCKS_PER_INSTANCE - 1), BLOCKS_PER_INSTANCE)
     wanted = apply(torch.sym_max, cheap, apply(torch.sym_min, few, FEWEST_INSTANCES))
@@ -163,7 +163,7 @@ def instances(
 
 def sum_grid(program: RowProgram) -> tuple[int, int]:
     """The grid of the kernel that adds up the partial column sums: blocks of columns by column sums."""
-    return -(-program.cols // SUM_TILE), len(column_sums(program))
+    return -(-program.cols // SUM_TILE), len(program.col_sums)
 
 
 def next_power_of_two(n: int) -> int:
@@ -172,7 +172,7 @@ def next_power_of_two(n: int) -> int:
 
 def held_values(program: RowProgram) -> int:
     """How many 32-bit values of each element a schedule with column sums holds at once."""
-    sums = sum(_weight(program.values[s.value_args[0]].dtype, s.dtype) for s in column_sums(program))
+    sums = sum(_weight(program.values[s.value_args[0]].dtype, s.dtype) for s in program.col_sums)
     fixed = sum(_weight(o.dtype) for o in program.operands if o.kind is Kind.COL)
     loaded = sum(o.dtype.itemsize for o in program.operands if o.kind is Kind.TILE)
     return sums + fixed + max(live_tiles(program, short_lived_order(program)), -(-loaded // 4))

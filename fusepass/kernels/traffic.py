@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..row_program import Kind, RowProgram, index_terms
-from .column_sums import column_sums, kept_dtype, kept_rows, piece_statements, sum_dtype
+from .column_sums import kept_dtype, kept_rows, piece_statements, sum_dtype
 from .schedule import Schedule, instances
 from .triton_loop import PassPlan, plan_pass
 
@@ -38,7 +38,7 @@ def moved_bytes(program: RowProgram, schedule: Schedule, rows: int, multiprocess
 
 def partial_bytes(program: RowProgram, schedule: Schedule, rows: int, multiprocessors: int) -> int:
     """The bytes of partial column sums that are written and read."""
-    sums = len(column_sums(program))
+    sums = len(program.col_sums)
     if not sums:
         return 0
     written: int = (
@@ -61,7 +61,7 @@ def _tiles_read(program: RowProgram, schedule: Schedule) -> Iterator[str]:
         for phase in range(program.n_phases):
             yield from PassPlan(program, phase, statistics_only=True).tiles
         used = {a for s in piece_statements(program) for a in s.value_args}
-        used |= {s.value_args[0] for s in column_sums(program)} | {o.value for o in program.outputs}
+        used |= {s.value_args[0] for s in program.col_sums} | {o.value for o in program.outputs}
         yield from (name for name in operands if name in used)
 
 

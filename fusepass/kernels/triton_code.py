@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ProgramError
 from ..row_program import Kind, RowProgram
-from .column_sums import column_sums, kept_rows
+from .column_sums import kept_rows
 from .schedule import Schedule
 from .triton_loop import loop_schedule, row_schedule
 from .triton_sums import persistent_schedule, sum_kernel, wide_schedule
@@ -44,7 +44,7 @@ def arguments(program: RowProgram, schedule: Schedule, strides: Strides) -> list
     """
     pointers = [f"{o.name}_ptr" for o in program.operands]
     pointers += [f"out{i}_ptr" for i, o in enumerate(program.outputs) if program.values[o.value].kind is not Kind.COL]
-    pointers += ["partial_ptr"] * bool(column_sums(program))
+    pointers += ["partial_ptr"] * bool(program.col_sums)
     pointers += ["kept_ptr"] * (schedule.kind == "wide" and bool(kept_rows(program)))
     run_time = [
         f"{name}_stride{k}" for name, dims in strided(program, strides) for k, s in enumerate(dims) if s is None
@@ -71,7 +71,7 @@ def generate(program: RowProgram, schedule: Schedule, strides: Strides) -> str:
         schedule: its schedule, see `schedule.choose`.
         strides: see `triton_writer.Strides`.
     """
-    sums = {s.name for s in column_sums(program)}
+    sums = {s.name for s in program.col_sums}
     bad = [
         o.value
         for o in program.outputs

@@ -19,7 +19,7 @@ from .._torch_compat import kernel_side_table, multiprocessors, triton_kernel_wr
 from ..row_program import Kind, RowProgram
 from . import schedule as schedules
 from . import triton_code
-from .column_sums import column_sums, kept_dtype, kept_rows, sum_dtype
+from .column_sums import kept_dtype, kept_rows, sum_dtype
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def append_launch(
     def apply(function: Any, *args: Any) -> Any:
         return call(function, *args) if any(isinstance(a, fx.Node) for a in args) else function(*args)
 
-    sums = column_sums(program)
+    sums = program.col_sums
     processors = multiprocessors(device) if sums else 0  # nothing else asks for them
     grid = schedules.instances(program, schedule, rows, processors, apply)
     if sums:

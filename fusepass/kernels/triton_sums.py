@@ -13,9 +13,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ..row_ops import COL_REDUCTIONS
 from ..row_program import Kind, RowProgram, Statement
-from .column_sums import column_sums, kept_dtype, kept_rows, piece_statements, short_lived_order, sum_dtype
+from .column_sums import kept_dtype, kept_rows, piece_statements, short_lived_order, sum_dtype
 from .schedule import SUM_TILE
 from .triton_loop import PassPlan, column_pass, row_statements
 from .triton_writer import TL_DTYPES, Loads, Writer, local
@@ -108,19 +107,19 @@ def _pipelined(k: Writer, span: str) -> str:
 def _fixed_values(k: Writer, kinds: tuple[Kind, ...]) -> None:
     """What does not change from row to row: loaded and computed ahead of the loop."""
     fixed = Loads(k, kinds, stores=(), as_tiles=True)
-    fixed.run(s for s in k.program.statements if s.kind in kinds and s.op not in COL_REDUCTIONS)
+    fixed.run(s for s in k.program.statements if s.kind in kinds and s not in k.program.col_sums)
     fixed.need(o.name for o in k.program.operands)
 
 
 def _zero_sums(k: Writer) -> None:
-    for s in column_sums(k.program):
+    for s in k.program.col_sums:
         k.emit(f"{local(s.name)}_sum = tl.zeros({list(k.shape)}, {TL_DTYPES[k.wide(s)]})")
 
 
 def _run_and_sum(k: Writer, loads: Loads, statements: Iterable[Statement]) -> None:
     """Compute the statements, and add each tile to its column sums. A column beyond the last sums up what it likes."""
     sums: dict[str, list[Statement]] = {}
-    for s in column_sums(k.program):
+    for s in k.program.col_sums:
         sums.setdefault(s.value_args[0], []).append(s)
 
     def add(name: str) -> None:
@@ -137,7 +136,7 @@ def _run_and_sum(k: Writer, loads: Loads, statements: Iterable[Statement]) -> No
 
 
 def _store_sums(k: Writer) -> None:
-    sums = column_sums(k.program)
+    sums = k.program.col_sums
     cols, masked = k.program.cols, ", mask=col_mask" if k.col_masked else ""
     k.emit(f"partial = partial_ptr + tl.program_id(0).to(tl.int64) * {len(sums) * cols} + col")
     for i, s in enumerate(sums):
@@ -150,7 +149,7 @@ def _store_sums(k: Writer) -> None:
 def sum_kernel(program: RowProgram, name: str, arguments: Iterable[str]) -> str:
     """The text of the second kernel: `[SUM_TILE, SUM_TILE]` partial sums at a time, one instance per block of columns
     and column sum."""
-    sums, n = column_sums(program), len(column_sums(program))
+    sums, n = program.col_sums, len(program.col_sums)
     masked = program.cols % SUM_TILE != 0
     dtype = TL_DTYPES[sum_dtype(program)]
     lines = [

@@ -102,7 +102,7 @@ class Writer:
         """Zeros that the compiler cannot see through, where the kernel uses them."""
         wides = {self.wide(s) for s in self.program.statements if s.name in self.exact}
         if wides or self.schedule.kind in ("loop", "wide"):
-            self.emit("zero = tl.program_id(1)  # the grid has one dimension, but the compiler does not know")
+            self.emit("zero = tl.program_id(1)  # always zero, but the compiler does not know")
         if torch.float32 in wides:
             self.emit("minus_zero = (zero | -2147483648).to(tl.float32, bitcast=True)  # keeps products rounded: _mul")
         if torch.float64 in wides:

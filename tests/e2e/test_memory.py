@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from fusepass.kernels.cpp_code import overwritable
+from fusepass.kernels.cpp_placement import overwritable
 from fusepass.row_program import parse
 
 D = 64

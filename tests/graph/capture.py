@@ -77,7 +77,7 @@ def fuse(
     """
     captured = into or Captured()
     fuse_pass = fusepass.FusePass({"fusepass.strict": True, **(options or {})}, captured.reports.append)
-    joint_pass = JointPass(fuse_pass.options, fuse_pass.uuid())
+    joint_pass = JointPass(fuse_pass.options)
 
     def compiler(gm: fx.GraphModule, inputs: Any) -> Any:
         captured.before.append(fx.GraphModule(gm, _copy(gm.graph)))

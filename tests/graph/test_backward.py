@@ -8,15 +8,12 @@ evaluator, since FP64 kernels of a hundred forms would take longer to compile th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fusepass.kernels import ops
-from fusepass.row_program import parse
 from fusepass.rules import reduced_dims, val
 from tests.graph.capture import Captured, fuse
 from tests.graph.test_forms import NORMS, SUMS, layer_norm, llama_rms_norm, rms_norm
@@ -24,13 +21,8 @@ from tests.tolerances import assert_as_accurate_as_eager, assert_same_sums
 
 D = 48
 Site = Callable[..., tuple[Tensor, Tensor]]
+pytestmark = pytest.mark.usefixtures("by_reference")
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "prefetch", lambda program: None)
-    monkeypatch.setattr(ops, "_load", lambda program: partial(ops._launch_reference, parse(program)))
 
 
 def inputs(*lead: int, cols: int = D, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusepass.kernels import ops
-from fusepass.row_program import parse
 from tests.graph.capture import Captured, fuse
-from tests.graph.test_backward import kernels_of, sums
+from tests.graph.test_backward import backward, kernels_of, sums
 from tests.tolerances import assert_same_sums
 
 D = 24
 
 
-@pytest.fixture(autouse=True)
-def _by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "prefetch", lambda program: None)
-    monkeypatch.setattr(ops, "_load", lambda program: partial(ops._launch_reference, parse(program)))
-
-
-def gradients(fn: Callable[..., Tensor], args: list[Tensor]) -> list[Tensor | None]:
-    for a in args:
-        a.grad = None
-    out = fn(*args)
-    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.dtype))
-    return [a.grad for a in args]
+pytestmark = pytest.mark.usefixtures("by_reference")
 
 
 def check(fn: Callable[..., Tensor], args: list[Tensor], kernels: int) -> Captured:
-    expected = gradients(fn, args)
+    with torch.no_grad():
+        given = (torch.randn_like(fn(*args)),)
+    expected = backward(fn, args, given)
     captured = Captured()
-    got = gradients(lambda *a: fuse(fn, *a, into=captured).result, args)
+    got = backward(lambda *a: fuse(fn, *a, into=captured).result, args, given)
     for g, e in zip(got, expected, strict=True):
         assert (g is None) == (e is None)
         if g is not None and e is not None:
@@ -85,3 +73,26 @@ def test_the_bias_gradient_of_what_something_else_made_is_left_alone() -> None:
 def test_a_sum_of_what_is_not_stored_is_left_alone() -> None:
     """The gradient of a scale is a product that nothing else reads: Inductor reads its tiles once, as we would."""
     check(lambda x, w, s: (x @ w) * s, leaves((9, D), (D, D), (D,)), kernels=0)
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_the_bias_gradient_of_the_last_linear_joins_the_norm_that_its_gradient_passes(norm: str) -> None:
+    """`x + linear(norm(x))`: what comes in is summed over the columns, and is the residual stream's own gradient."""
+
+    def fn(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        s = x + r
+        n = F.layer_norm(s, (D,)) if norm == "layer_norm" else F.rms_norm(s, (D,))
+        return s + F.linear(n, w, b)
+
+    args = leaves((9, D), (9, D), (D, D), (D,))
+    given = (torch.randn(9, D, dtype=torch.float64),)
+    expected = backward(fn, args, given)
+    captured = Captured()
+    got = backward(lambda *a: fuse(fn, *a, into=captured).result, args, given)
+    for g, e in zip(got, expected, strict=True):
+        assert g is not None and e is not None
+        assert_same_sums(g, e, summed=args[0].numel())
+    (kernel,) = kernels_of(captured.after[1])
+    assert str(kernel.kwargs["program"]).count("col_sum") == 1
+    assert list(sums(captured.after[1].graph)) == []
+    assert [(s.norm, s.graph) for s in captured.sites] == [(norm, "forward"), (norm, "backward")]

@@ -235,7 +235,7 @@ class Launch:
                 raise ValueError(f"edit does not apply: {old!r}")
             source = source.replace(old, new)
         grid = schedule.instances(p, self.schedule, case.rows, 132)
-        sums, kept = column_sums.column_sums(p), column_sums.kept_rows(p)
+        sums, kept = p.col_sums, column_sums.kept_rows(p)
         if sums:
             grid = case.instances or grid
             poison = float("nan")  # a partial sum, or a row value, that is read without having been written
@@ -257,7 +257,7 @@ def verdict(case: Case) -> str:
     import torch
 
     from fusepass.kernels import reference
-    from fusepass.kernels.column_sums import column_sums, sum_dtype
+    from fusepass.kernels.column_sums import sum_dtype
     from fusepass.row_program import Kind
     from tests.tolerances import EAGER_FACTOR, ROUNDING_UNIT, allowed_error, assert_close_to_fp64
 
@@ -265,7 +265,7 @@ def verdict(case: Case) -> str:
     program, ins = launch.program, launch.ins
     before = [b.block.clone() for b in ins]
     outs = launch.run()
-    if column_sums(program):
+    if program.col_sums:
         again = launch.run()
         if any(not torch.equal(a.view.nan_to_num(7), b.view.nan_to_num(7)) for a, b in zip(outs, again, strict=True)):
             return "a second run gives other bits"
