@@ -7,7 +7,8 @@ eager run whose weights start one rounding away: two correct computations drift 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ Run = Callable[[Tensor], Tensor]
 """A model as it is to run: itself, or compiled."""
 
 _HIDDEN_EVERY = 4
+STEPS, BATCH, TOKENS = 200, 8, 33
 
 
 def loss(model: Transformer, run: Run, ids: Tensor) -> Tensor:
@@ -61,7 +63,49 @@ def train(model: Transformer, run: Run, batches: Iterable[Tensor], learning_rate
     return losses
 
 
-STEPS, BATCH, TOKENS = 200, 8, 33
+def distance(curve: Sequence[float], other: Sequence[float]) -> float:
+    """Root mean square over the steps."""
+    return math.sqrt(sum((a - b) ** 2 for a, b in zip(curve, other, strict=True)) / len(curve))
+
+
+def build(name: str, dtype: torch.dtype, dropout: float = 0.0, layers: int = 1) -> Transformer:
+    """A reference model small enough to be trained by four contenders."""
+    shape = {"layers": layers, "width": 32, "heads": 2, "vocabulary": text.VOCABULARY, "max_tokens": 64}
+    return models.build(name, dropout=dropout, **shape).to(dtype).train()
+
+
+def compile_with(backend: str, model: Transformer) -> Run:
+    """`model` compiled in full; a fault of fusepass is an error."""
+    ours = {"fusepass.strict": True} if backend == "fusepass" else {}
+    compiled: Run = torch.compile(model, backend=backend, fullgraph=True, options={"fx_graph_cache": False, **ours})
+    return compiled
+
+
+def contenders(model: Transformer) -> dict[str, Run]:
+    """How `model` may run."""
+    return {"eager": model, **{b: compile_with(b, model) for b in ("inductor", "fusepass")}}
+
+
+def one_rounding_away(model: Transformer) -> None:
+    """Move every weight by one rounding, up or down or not at all."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            direction = torch.randint(-1, 2, p.shape, generator=generator)
+            p.mul_(1 + torch.finfo(p.dtype).eps * direction.to(p.dtype))
+
+
+def curves(model: Transformer, runs: Mapping[str, Run]) -> dict[str, list[float]]:
+    """The loss curve of each run from the same weights and batches, and of a "twin": eager one rounding away."""
+    start = {n: t.clone() for n, t in model.state_dict().items()}
+    found = {}
+    for contender, call in runs.items():
+        model.load_state_dict(start)
+        found[contender] = train(model, call, text.batches(STEPS, BATCH, TOKENS))
+    model.load_state_dict(start)
+    one_rounding_away(model)
+    found["twin"] = train(model, model, text.batches(STEPS, BATCH, TOKENS))
+    return found
 
 
 def run(options: Options) -> Table:
@@ -79,26 +123,8 @@ def run(options: Options) -> Table:
 
 def _row(name: str, dtype: torch.dtype) -> Row:
     torch._dynamo.reset()
-    model = models.build(name, dropout=0.0, layers=1, width=32, heads=2, vocabulary=text.VOCABULARY, max_tokens=64)
-    model = model.to(dtype).train()
-    start = {n: t.clone() for n, t in model.state_dict().items()}
-    contenders: dict[str, Run] = {"eager": model}
-    contenders |= {
-        b: torch.compile(model, backend=b, options={"fx_graph_cache": False}) for b in ("inductor", "fusepass")
-    }
-    curves = {}
-    for contender, call in contenders.items():
-        model.load_state_dict(start)
-        curves[contender] = train(model, call, text.batches(STEPS, BATCH, TOKENS))
-    model.load_state_dict(start)
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(1)
-        for p in model.parameters():
-            p.mul_(1 + torch.finfo(dtype).eps * torch.randint(-1, 2, p.shape, generator=generator).to(dtype))
-    curves["twin"] = train(model, model, text.batches(STEPS, BATCH, TOKENS))
-    last = {f"{n}_last": sum(c[-20:]) / 20 for n, c in curves.items() if n != "twin"}
-    rms = {
-        f"{n}_rms": (sum((a - b) ** 2 for a, b in zip(curves[n], curves["eager"], strict=True)) / STEPS) ** 0.5
-        for n in ("inductor", "fusepass", "twin")
-    }
-    return {"model": name, "dtype": str(dtype).removeprefix("torch."), "first": curves["eager"][0], **last, **rms}
+    model = build(name, dtype)
+    found = curves(model, contenders(model))
+    last = {f"{n}_last": sum(c[-20:]) / 20 for n, c in found.items() if n != "twin"}
+    rms = {f"{n}_rms": distance(found[n], found["eager"]) for n in ("inductor", "fusepass", "twin")}
+    return {"model": name, "dtype": str(dtype).removeprefix("torch."), "first": found["eager"][0], **last, **rms}

@@ -127,10 +127,16 @@ def _plan_bias_gradient(region: Region, device: torch.device) -> PlannedRegion |
 
 
 def _refuse_cycles(graph: fx.Graph, planned: list[PlannedRegion]) -> list[PlannedRegion]:
-    """Reject the regions that cannot become one node each, since a path leaves one and comes back.
+    """Reject the regions that cannot become one node each, since a path leaves one and comes back, or two overlap.
 
     Depth makes regions convex, so this finds nothing; but a graph with a cycle in it could not be repaired later.
     """
+    taken: set[fx.Node] = set()
+    for i, p in enumerate(planned):
+        if p.fuse and not taken.isdisjoint(p.region.nodes):
+            planned[i] = _reject_all(p)
+        elif p.fuse:
+            taken.update(p.region.nodes)
     stands_for: dict[fx.Node, fx.Node] = {n: p.region.nodes[0] for p in planned if p.fuse for n in p.region.nodes}
     inputs: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -105,7 +106,12 @@ def find_regions(lifted: dict[fx.Node, Lifted]) -> list[list[fx.Node]]:
         groups[root(node)].append(node)
     _join_readers(groups, lifted)
     chosen = [g for g in groups.values() if _has(g, Role.REDUCTION, lifted) or _sums_own_tile(g, lifted)]
-    return [absorb_results(absorb_vectors(g, lifted), lifted) for g in chosen]
+    taken = {n for g in chosen for n in g}
+    found = []
+    for group in chosen:
+        found.append(absorb_results(absorb_vectors(group, lifted, taken), lifted, taken))
+        taken.update(found[-1])
+    return found
 
 
 def _has(nodes: list[fx.Node], role: Role, lifted: dict[fx.Node, Lifted]) -> bool:
@@ -139,16 +145,18 @@ def _join_readers(groups: dict[fx.Node, list[fx.Node]], lifted: dict[fx.Node, Li
     summing = [k for k, g in groups.items() if _has(g, Role.REDUCTION, lifted) or _has(g, Role.COLUMN_SUM, lifted)]
     for key in sorted(summing, key=lambda k: lifted[groups[k][0]].depth):
         nodes = groups[key]
-        members = set(absorb_results(nodes, lifted))
+        own, members = set(nodes), set(absorb_results(nodes, lifted))
         reads = [(n, u) for n in members for u in n.users if u not in members]
-        others = {home[u] for n, u in reads if u in lifted and _joined(lifted[n], lifted[u])}
+        row_by_row = [(n, u) for n, u in reads if n in own and u in lifted and _joined(lifted[n], lifted[u])]
+        others = {home[u] for _, u in row_by_row}
         if len(others) > 1:
             continue
         if not others and not _has(nodes, Role.REDUCTION, lifted):
             others = _sharers(nodes, groups, home, lifted)
         for other in sorted(others, key=lambda k: lifted[groups[k][0]].order):
             first, last = (max(lifted[n].depth for n in groups[k]) for k in (key, other))
-            if first <= last and all(home.get(u) == other or _is_later(u, first, last, lifted) for _, u in reads):
+            rest = [u for n, u in reads if (n, u) not in row_by_row]
+            if first <= last and all(_is_later(u, first, last, lifted) for u in rest):
                 groups[other] = sorted([*groups.pop(key), *groups[other]], key=lambda n: lifted[n].order)
                 home |= dict.fromkeys(nodes, other)
                 break
@@ -185,14 +193,17 @@ def _is_full_tile(source: fx.Node, user: Lifted) -> bool:
     return same_size(tensor.shape[-1], user.space.cols) and same_size(tensor.numel(), user.space.rows * user.space.cols)
 
 
-def absorb_vectors(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[fx.Node]:
-    """Add arithmetic per column (`1 + w`, `w.float()`) or per row (`rstd / D`) whose every user is in the region."""
+def absorb_vectors(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted], taken: Set[fx.Node]) -> list[fx.Node]:
+    """Add arithmetic per column (`1 + w`, `w.float()`) or per row (`rstd / D`) whose every user is in the region.
+
+    A node of another region is not added: where there is one row, that is a vector too.
+    """
     members = set(nodes)
     rows, cols = lifted[nodes[0]].space
     queue = [i for n in nodes for i in n.all_input_nodes]
     while queue:
         node = queue.pop()
-        if node in members or node not in lifted or lifted[node].rule.role is not Role.POINTWISE:
+        if node in taken or node in members or node not in lifted or lifted[node].rule.role is not Role.POINTWISE:
             continue
         shape = val(node).shape
         per_column = all(same_size(d, 1) for d in shape[:-1]) and same_size(shape[-1], cols)
@@ -203,13 +214,17 @@ def absorb_vectors(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[
     return sorted(members, key=lambda n: lifted[n].order)
 
 
-def absorb_results(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> list[fx.Node]:
+def absorb_results(
+    nodes: list[fx.Node], lifted: dict[fx.Node, Lifted], taken: Set[fx.Node] = frozenset()
+) -> list[fx.Node]:
     """Add the casts and views of column sums, where nothing else reads the sum: the kernel writes the result."""
     members = set(nodes)
     for node in [n for n in nodes if lifted[n].kind is Kind.COL]:
         while len(node.users) == 1:
             (user,) = node.users
-            if user not in lifted or not (user.target in CASTS or lifted[user].rule.role is Role.VIEW):
+            if user in taken or user not in lifted:
+                break
+            if user.target not in CASTS and lifted[user].rule.role is not Role.VIEW:
                 break
             members.add(user)
             node = user

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 HAS_GPU = torch.cuda.is_available()
 collect_ignore_glob = [] if HAS_GPU else ["gpu/*"]
+
+# How long drawing an example takes says how busy the machine is, and nothing of the code.
+settings.register_profile("fusepass", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fusepass")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

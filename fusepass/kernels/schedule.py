@@ -41,14 +41,16 @@ FEWEST_INSTANCES = 8  # more than that share would allow, where rows are so few 
 BLOCKS_PER_INSTANCE = 16
 
 _PERSISTENT = ((8, 16, 12), (8, 32, 7), (8, 8, 24))
-_WIDE = ((8, 16, 12), (8, 8, 24), (8, 4, 48))
-_PERSISTENT_UNALIGNED = ((16, 4, 12), (16, 8, 8))
+_WIDE_16_BIT = ((8, 16, 12), (8, 8, 24), (8, 4, 48))
+_WIDE_32_BIT = ((8, 8, 24), (8, 4, 48))
+_PERSISTENT_UNALIGNED = ((8, 4, 12), (16, 4, 12), (16, 8, 8))
 _WIDE_UNALIGNED = ((16, 4, 12), (16, 2, 24), (16, 1, 48))
 """(Warps, elements per thread, how many 32-bit values of each element they hold without spilling), best first.
 
 The values are column sums, columns that do not change, and live tiles; see `held_values`. The numbers come from
 compiling backward kernels for every target. Eight warps rather than sixteen: addresses and row values take registers in
-each of them. Sixteen elements of a lane are eight on AMD: a 128-bit access of 16-bit data there too.
+each of them. Sixteen elements of a lane are eight on AMD: a 128-bit access of 16-bit data there too. A kernel must not
+come out just above 64 registers on sixteen warps, or 128 on eight: ptxas rather spills two than give up a second block.
 """
 
 Apply = Callable[..., Any]
@@ -124,9 +126,15 @@ def _choose_summing(program: RowProgram) -> Schedule:
             num_warps = max(1, rows_per_program * block_n // (32 * elements))
             pieces = -(-program.cols // block_n)
             return Schedule("persistent", block_n, rows_per_program, num_warps, stages, pieces=pieces)
-    options = _WIDE if _aligned(program) else _WIDE_UNALIGNED
-    enough = 32 // _narrowest_tile(program)  # for 128-bit accesses on AMD too
-    warps, elements, _ = next((o for o in options if values <= o[2] and o[1] <= enough), options[-1])
+    options: Sequence[tuple[int, int, int]] = _WIDE_16_BIT
+    itemsize = _narrowest_tile(program)
+    if not _aligned(program):
+        options = _WIDE_UNALIGNED
+    elif itemsize > 2:
+        warps, elements, _ = _WIDE_32_BIT[0]
+        full = program.cols % (32 * warps * elements) == 0
+        options = _WIDE_32_BIT if full else [(warps, 16 // itemsize, 0)]  # a mask for the last piece takes registers
+    warps, elements, _ = next((o for o in options if values <= o[2]), options[-1])
     tile = 32 * warps * elements
     stages = min(MAX_STAGES_WIDE, 1 + STAGE_BYTES // max(1, row_bytes * tile))
     return Schedule("wide", min(block_n, tile), max(1, tile // block_n), warps, stages, STATISTICS_ROWS)

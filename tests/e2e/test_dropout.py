@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.tolerances import assert_same_sums
+
 STRICT = {"fusepass.strict": True}
 D = 100
 ROWS = 37
@@ -73,9 +75,7 @@ def test_the_masks_are_inductors_own(dtype: torch.dtype, tmp_path: Path) -> None
             assert float((gradient[kept] != 0).float().mean()) > 0.99
     assert not torch.equal(masks[1], masks[4]), "two dropouts draw two masks"
     for got, want in zip(ours, inductors, strict=True):
-        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02) if dtype is torch.bfloat16 else (
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-        )
+        assert_same_sums(got, want, summed=1 if got.ndim > 1 else ROWS)
     forward = (tmp_path / "forward-after-0.txt").read_text()
     assert "inductor_random" not in forward, "the random numbers are drawn in the kernels"
     assert any("rand_cpu(" in f.read_text() for f in tmp_path.glob("fusepass_*.txt"))
@@ -95,7 +95,7 @@ def test_fallback_random_draws_eagers_masks() -> None:
     eager = under("eager", fn, args)
     assert torch.equal(ours[0], eager[0])
     for got, want in zip(ours, eager, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert_same_sums(got, want, summed=1 if got.ndim > 1 else ROWS)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -131,7 +131,7 @@ def test_stochastic_depth_and_layer_scale_are_in_the_kernel(tmp_path: Path) -> N
     ours = under("fusepass", fn, args, **{"fusepass.dump": str(tmp_path)})
     inductors = under("inductor", fn, args)
     for got, want in zip(ours, inductors, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert_same_sums(got, want, summed=1 if got.ndim > 1 else 8 * 5)
     programs = [f.read_text() for f in tmp_path.glob("fusepass_*.txt")]
     assert len(programs) == 2 and any(p.count("col_sum") == 2 for p in programs), "\n".join(programs)
     for kind in ("forward", "backward"):

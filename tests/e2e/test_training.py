@@ -12,25 +12,22 @@ that of a second eager run whose weights start one rounding away, and one roundi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from bench import models, text, training
+from bench.training import BATCH, STEPS, TOKENS, build, contenders, curves, distance
 from tests.tolerances import ROUNDING_UNIT, assert_as_accurate_as_eager
 
-STEPS, BATCH, TOKENS = 200, 8, 33
 SAMPLES = 64
 """Batches over which errors of gradients are averaged: of one batch's 32 roundings, luck makes 1.5 times as many."""
-SHAPE: dict[str, Any] = {"width": 32, "heads": 2, "vocabulary": text.VOCABULARY, "max_tokens": 64}
 DTYPES = (torch.float32, torch.bfloat16)
 RUNS = [(name, DTYPES[i % 2]) for i, name in enumerate(models.REFERENCE)]
 """Every model, in one dtype or the other: compiling both takes longer than all other tests. `python -m bench training`
 runs the whole grid."""
-Contenders = Mapping[str, Callable[[Tensor], Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -40,23 +37,7 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def build(name: str, dtype: torch.dtype, dropout: float = 0.0, layers: int = 1) -> models.Transformer:
-    return models.build(name, dropout=dropout, layers=layers, **SHAPE).to(dtype).train()
-
-
-def compile_with(backend: str, model: models.Transformer) -> Callable[[Tensor], Tensor]:
-    ours = {"fusepass.strict": True} if backend == "fusepass" else {}
-    compiled: Callable[[Tensor], Tensor] = torch.compile(
-        model, backend=backend, fullgraph=True, options={"fx_graph_cache": False, **ours}
-    )
-    return compiled
-
-
-def contenders(model: models.Transformer) -> Contenders:
-    return {"eager": model, **{b: compile_with(b, model) for b in ("inductor", "fusepass")}}
-
-
-def check_gradients(name: str, model: models.Transformer, runs: Contenders) -> None:
+def check_gradients(name: str, model: models.Transformer, runs: Mapping[str, training.Run]) -> None:
     """Every parameter's gradient, against FP64 with the very same weights."""
     double = build(name, torch.float64, layers=model.config.layers)
     double.load_state_dict(model.state_dict())
@@ -74,43 +55,29 @@ def check_gradients(name: str, model: models.Transformer, runs: Contenders) -> N
     assert not failures, "\n".join(failures)
 
 
-def gradients(model: models.Transformer, run: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def gradients(model: models.Transformer, run: training.Run) -> dict[str, Tensor]:
     """For each parameter its gradients for many batches from the same weights, one below the other."""
     batches = [training.gradients(model, run, ids) for ids in text.batches(SAMPLES, BATCH, TOKENS)]
     return {parameter: torch.stack([b[parameter] for b in batches]) for parameter in batches[0]}
-
-
-def one_rounding_away(model: models.Transformer) -> None:
-    """Move every weight by one rounding, up or down or not at all."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            direction = torch.randint(-1, 2, p.shape, generator=generator)
-            p.mul_(1 + torch.finfo(p.dtype).eps * direction.to(p.dtype))
-
-
-def distance(curve: Sequence[float], other: Sequence[float]) -> float:
-    """Root mean square over the steps."""
-    return math.sqrt(sum((a - b) ** 2 for a, b in zip(curve, other, strict=True)) / len(curve))
 
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def check_curves(curves: Mapping[str, Sequence[float]]) -> None:
-    """`curves` by contender; "twin" is eager's from weights one rounding away."""
-    eager, fused = curves["eager"], curves["fusepass"]
-    assert all(math.isfinite(v) for curve in curves.values() for v in curve)
-    for losses in curves.values():
+def check_curves(found: Mapping[str, Sequence[float]]) -> None:
+    """`found` by contender; "twin" is eager's from weights one rounding away."""
+    eager, fused = found["eager"], found["fusepass"]
+    assert all(math.isfinite(v) for curve in found.values() for v in curve)
+    for losses in found.values():
         assert mean(losses[-20:]) < 0.7 * losses[0], f"{losses[0]:.3f} has not fallen, to {mean(losses[-20:]):.3f}"
     rounding = ROUNDING_UNIT[torch.float32] * eager[0]
     for steps in (slice(None), slice(-20, None)):
-        others = {n: distance(curves[n][steps], eager[steps]) for n in ("inductor", "twin")}
+        others = {n: distance(found[n][steps], eager[steps]) for n in ("inductor", "twin")}
         got = distance(fused[steps], eager[steps])
         assert got <= 2 * max(others.values()) + rounding, f"{steps}: {got:.2e} from eager, others {others}"
     last = abs(mean(fused[-20:]) - mean(eager[-20:]))
-    allowed = 2 * max(distance(curves[n][-20:], eager[-20:]) for n in ("inductor", "twin")) + rounding
+    allowed = 2 * max(distance(found[n][-20:], eager[-20:]) for n in ("inductor", "twin")) + rounding
     assert last <= allowed, f"the last losses differ by {last:.2e}, allowed {allowed:.2e}"
 
 
@@ -124,17 +91,9 @@ def test_gradients_of_the_first_step(name: str) -> None:
 @pytest.mark.parametrize(("name", "dtype"), RUNS, ids=lambda v: str(v))
 def test_two_hundred_steps(name: str, dtype: torch.dtype) -> None:
     model = build(name, dtype)
-    start = {n: t.clone() for n, t in model.state_dict().items()}
     runs = contenders(model)
     check_gradients(name, model, runs)
-    curves = {}
-    for contender, run in runs.items():
-        model.load_state_dict(start)
-        curves[contender] = training.train(model, run, text.batches(STEPS, BATCH, TOKENS))
-    model.load_state_dict(start)
-    one_rounding_away(model)
-    curves["twin"] = training.train(model, model, text.batches(STEPS, BATCH, TOKENS))
-    check_curves(curves)
+    check_curves(curves(model, runs))
 
 
 def test_curves_that_are_no_training_or_another_one_are_found() -> None:

@@ -295,3 +295,41 @@ def test_explain_does_not_call_a_batch_norm_a_layer_norm() -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)).train()
     sites = fusepass.explain(model, randn(4, D)).sites
     assert {s.norm for s in sites} <= {"bias_gradient"}, "sums over the columns of a tile that it has just computed"
+
+
+def one_row_after_a_column_sum(x: Tensor, r: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    n = layer_norm(x + r)
+    return n, layer_norm(n.sum(0).view(1, D) + y)
+
+
+def one_row_after_a_cast_column_sum(x: Tensor, r: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    n = layer_norm(x + r)
+    return n, layer_norm(n.sum(0, keepdim=True).double() + y).float()
+
+
+def a_column_sum_as_a_weight(x: Tensor, r: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    n = layer_norm(x + r)
+    return n, F.layer_norm(n + x, (D,), n.sum(0).double().float() + y[0])
+
+
+def the_norm_of_one_row_as_a_weight(x: Tensor, r: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    n = layer_norm(x[:1] + y)
+    return n, F.layer_norm(x + r, (D,)) * (1 + n)
+
+
+@pytest.mark.parametrize(
+    ("fn", "rows", "kernels"),
+    [
+        (one_row_after_a_column_sum, 1, 2),
+        (one_row_after_a_column_sum, 5, 2),
+        (one_row_after_a_cast_column_sum, 1, 2),
+        (one_row_after_a_cast_column_sum, 5, 2),
+        (a_column_sum_as_a_weight, 1, 1),  # both norms' statistics and the column sum; the weight comes after it
+        (a_column_sum_as_a_weight, 5, 1),
+        (the_norm_of_one_row_as_a_weight, 1, 1),
+        (the_norm_of_one_row_as_a_weight, 5, 2),
+    ],
+)
+def test_regions_with_a_vector_between_them_do_not_overlap(fn: Fn, rows: int, kernels: int) -> None:
+    """A vector that one region computes and another reads belongs to one of them."""
+    as_eager(fn, randn(rows, D), randn(rows, D, seed=1), randn(1, D, seed=2), kernels=kernels)

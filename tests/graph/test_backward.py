@@ -249,6 +249,17 @@ def test_layer_scale_has_its_gradient_in_the_kernel(norm: Callable[..., Tensor])
     assert captured.programs[1].count("col_sum") == (3 if norm is layer_norm else 2)
 
 
+@pytest.mark.parametrize("lead", [(), (1,), (1, 1), (7,)], ids=str)
+def test_two_norms_share_a_weight(lead: tuple[int, ...]) -> None:
+    """Its gradient is the sum of two column sums, which with one row have the shape of a tile."""
+
+    def site(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        s = x + r
+        return s, layer_norm(s, w, b), rms_norm(s, w, b)  # type: ignore[return-value]
+
+    check(site, inputs(*lead))  # type: ignore[arg-type]
+
+
 def test_two_norms_of_one_sum() -> None:
     def site(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         s = x + r

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fusepass.kernels import cpp_code, ops, reference
+from fusepass.kernels import cpp_code, cpp_placement, ops, reference
 from fusepass.row_program import FLOATS, Kind, parse
 from tests.kernels.cpp_harness import LAYOUTS, check, operands, poisoned, random_tensor, run
 from tests.kernels.norm_programs import norm_backward_program
@@ -165,7 +165,7 @@ def test_gradients_written_over_operands(norm: str, dtype: str, dropout: float |
     program = parse(text)
     ins = operands(program, 70)
     expected = run(text, 70, ins)
-    pairs = [(k, i) for k, candidates in enumerate(cpp_code.overwritable(program)) for i in candidates]
+    pairs = [(k, i) for k, candidates in enumerate(cpp_placement.overwritable(program)) for i in candidates]
     assert {program.operands[i].name for k, i in pairs if k == 0} == {"dy", "s", "ds"}, "not all that die are offered"
     for k, i in pairs:
         fresh = [t.clone() for t in ins]
@@ -178,7 +178,7 @@ def test_gradients_written_over_operands(norm: str, dtype: str, dropout: float |
 def test_what_a_later_loop_reads_is_not_written_over() -> None:
     text = "row_program cols=48\nin x: tile f32 [row]\nv: tile f32 = mul(x, 2.0)\nm: row f32 = row_sum(v)"
     text += "\nw: tile f32 = mul(x, m)\ns: col f32 = col_sum(w)\nout v [row]\nout s"
-    assert cpp_code.overwritable(parse(text)) == ((), ())
+    assert cpp_placement.overwritable(parse(text)) == ((), ())
 
 
 # ---- the call ----

@@ -36,9 +36,7 @@ def check(
         wide = not vectors or min(row["load_bits"], row["store_bits"]) == 128
         few = row["registers"] <= (128 if direction == "forward" else 255)
         fits = row["shared"] <= SHARED_MEMORY[target]
-        # Where rows begin at odd addresses, ptxas may spill two registers of 66 to make room for a second block.
-        spills = row["spills"] > (8 if row["cols"] * itemsize % 16 != 0 and row["registers"] <= 64 else 0)
-        if spills or not once or moved > 2 + row["floor"] or not wide or not few or not fits:
+        if row["spills"] or not once or moved > 2 + row["floor"] or not wide or not few or not fits:
             bad.append(row)
     assert not bad, "\n".join(map(str, bad))
 
@@ -66,7 +64,9 @@ def test_every_width(direction: str, target: str) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 def test_no_spills_with_dropout(norm: str, target: str) -> None:
     """In other spellings of a backward as well, with a mask and a second output."""
-    for cols, dtype, dropout in itertools.product((48, 1024, 5000, 8192, 16384), ("bf16", "f32"), (None, 0.1)):
+    for cols, dtype, dropout in itertools.product(
+        (48, 127, 1024, 5000, 8192, 10000, 16384), ("bf16", "f32"), (None, 0.1)
+    ):
         program = parse(norm_backward_program(norm, cols, dtype, dropout=dropout))
         result = audit.compile_for(program, choose(program), audit.contiguous_strides(program), target)
         assert result.spills == 0, (cols, dtype, dropout, choose(program), result)

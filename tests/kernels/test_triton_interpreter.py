@@ -18,17 +18,12 @@ from fusepass.kernels import schedule as schedules
 from fusepass.kernels import triton_code
 from fusepass.row_program import parse
 from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
-from tests.kernels.triton_harness import ROOT, Case, run_cases
+from tests.kernels.triton_harness import ROOT, Case, check, run_cases
 
 COLS = (1, 2, 3, 17, 127, 128, 255, 768, 1000, 1024, 4096, 5120, 8192, 16384, 65536)
 ROWS = (0, 1, 2, 7, 64)
 DTYPES = ("bf16", "f32", "f16", "f64")
 NORMS = ("layer_norm", "rms_norm")
-
-
-def check(cases: list[Case]) -> None:
-    failures = {name: text for name, text in run_cases(cases).items() if text}
-    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
 
 
 def schedules_of(cols: int) -> list[tuple[str, int, int] | None]:

@@ -10,7 +10,7 @@ from fusepass.errors import ProgramError
 from fusepass.kernels import schedule as schedules
 from fusepass.kernels import triton_code
 from fusepass.row_program import parse
-from tests.kernels.triton_harness import Case, run_cases
+from tests.kernels.triton_harness import Case, check, run_cases
 
 COMPARISONS = """row_program cols=50
 in x: tile {dtype} [row]
@@ -61,11 +61,6 @@ out y [row]
 """
 SEEDS = (0, 1, -1, 2**31, 2**40 + 12345, -(2**62), 2**63 - 1)
 SUMMING = (("persistent", 64, 2), ("wide", 16, 1), ("wide", 16, 2))
-
-
-def check(cases: list[Case]) -> None:
-    failures = {name: text for name, text in run_cases(cases).items() if text}
-    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
 
 
 def test_comparisons_and_selection() -> None:

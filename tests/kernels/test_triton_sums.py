@@ -15,14 +15,9 @@ from fusepass.kernels import schedule as schedules
 from fusepass.kernels import triton_code
 from fusepass.row_program import parse
 from tests.kernels.norm_programs import norm_backward_program, norm_program
-from tests.kernels.triton_harness import Case, run_cases
+from tests.kernels.triton_harness import Case, check, run_cases
 
 NORMS = ("layer_norm", "rms_norm")
-
-
-def check(cases: list[Case]) -> None:
-    failures = {name: text for name, text in run_cases(cases).items() if text}
-    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
 
 
 def forced(cols: int) -> list[tuple[str, int, int]]:

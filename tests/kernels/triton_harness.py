@@ -66,6 +66,12 @@ def run_cases(cases: list[Case]) -> dict[str, str]:
     return verdicts
 
 
+def check(cases: list[Case]) -> None:
+    """Fails with every verdict that is not good."""
+    failures = {name: text for name, text in run_cases(cases).items() if text}
+    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
+
+
 def _start_worker() -> subprocess.Popen[str]:
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", __file__]
