@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Read when torch is imported. Workers that share the cores and wait for each other's threads spend most of their
+    # time there: the tests of training took four times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
 
 HAS_GPU = torch.cuda.is_available()
 collect_ignore_glob = [] if HAS_GPU else ["gpu/*"]
@@ -26,3 +35,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 def _seeded() -> None:
     """Every test draws the same numbers in every run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Kernels share their rows out, however many threads the test run has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -113,6 +113,7 @@ def test_shapes_in_one_graph(dtype: torch.dtype) -> None:
             assert_as_accurate_as_eager(g, e, t)
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("name", ["pre_norm_causal", "post_norm_encoder", "deep_norm_causal_rms"])
 def test_reference_models_report_their_backward(name: str) -> None:
     model, args = models.example(name)
@@ -155,6 +156,7 @@ def test_gradients_accumulate() -> None:
         assert a.grad is not None and torch.equal(a.grad, 2 * g)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_the_same_bits_on_every_run() -> None:
     args = leaves(1025, dtype=torch.float32, cols=1000)
     fn = compiled(lambda x, r, w, b: (x + r, F.layer_norm(x + r, (1000,), w, b)))

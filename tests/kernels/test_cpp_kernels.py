@@ -30,6 +30,7 @@ from tests.tolerances import assert_close_to_fp64, assert_same_within_roundings
 COLS = (1, 2, 3, 17, 127, 128, 255, 768, 1000, 1024, 4096, 5120, 8192, 16384, 65536)
 ROWS = (0, 1, 2, 7, 64)
 NORMS = ("layer_norm", "rms_norm")
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 SANDWICH = """row_program cols={cols}
 in x: tile bf16 [row]
