@@ -25,6 +25,8 @@ from tests.tolerances import ROUNDING_UNIT, assert_as_accurate_as_eager
 SAMPLES = 64
 """Batches over which errors of gradients are averaged: of one batch's 32 roundings, luck makes 1.5 times as many."""
 DTYPES = (torch.float32, torch.bfloat16)
+INDUCTOR_FAILS = [("parallel_causal_rms", torch.bfloat16)]
+"""What Inductor cannot compile; see `contenders`. With fusepass it compiles: the sums are in the norm's kernel."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,7 @@ def check_gradients(name: str, model: models.Transformer, runs: Mapping[str, tra
     assert set(exact) == set(dict(model.named_parameters())) == set(found["fusepass"])
     failures = []
     for parameter, truth in exact.items():
-        fused, *others = (found[n][parameter] for n in ("fusepass", "eager", "inductor"))
+        fused, *others = (found[n][parameter] for n in ("fusepass", *(n for n in found if n != "fusepass")))
         worse = max(others, key=lambda t: float((t.double() - truth).norm()))
         try:
             assert_as_accurate_as_eager(fused, worse, truth)
@@ -70,11 +72,11 @@ def check_curves(found: Mapping[str, Sequence[float]]) -> None:
         assert mean(losses[-20:]) < 0.7 * losses[0], f"{losses[0]:.3f} has not fallen, to {mean(losses[-20:]):.3f}"
     rounding = ROUNDING_UNIT[torch.float32] * eager[0]
     for steps in (slice(None), slice(-20, None)):
-        others = {n: distance(found[n][steps], eager[steps]) for n in ("inductor", "twin")}
+        others = {n: distance(found[n][steps], eager[steps]) for n in ("inductor", "twin") if n in found}
         got = distance(fused[steps], eager[steps])
         assert got <= 2 * max(others.values()) + rounding, f"{steps}: {got:.2e} from eager, others {others}"
     last = abs(mean(fused[-20:]) - mean(eager[-20:]))
-    allowed = 2 * max(distance(found[n][-20:], eager[-20:]) for n in ("inductor", "twin")) + rounding
+    allowed = 2 * max(distance(found[n][-20:], eager[-20:]) for n in ("inductor", "twin") if n in found) + rounding
     assert last <= allowed, f"the last losses differ by {last:.2e}, allowed {allowed:.2e}"
 
 
@@ -90,6 +92,7 @@ def test_gradients_of_the_first_step(name: str) -> None:
 def test_two_hundred_steps(name: str, dtype: torch.dtype) -> None:
     model = build(name, dtype)
     runs = contenders(model)
+    assert ("inductor" in runs) == ((name, dtype) not in INDUCTOR_FAILS)
     check_gradients(name, model, runs)
     check_curves(curves(model, runs))
 
