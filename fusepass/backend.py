@@ -43,6 +43,7 @@ def fusepass(
 
     Raises:
         OptionError: an unknown `fusepass.*` option or a bad value.
+        ExpectationError: when a graph is compiled, under `fusepass.expect`.
         RuntimeError: Inductor's own error for an unknown mode or option of its own.
     """
     ours, inductors = resolve(options)

@@ -19,5 +19,9 @@ class KernelError(FusepassError, RuntimeError):
     """A fused kernel was called with tensors that its program does not describe."""
 
 
+class ExpectationError(FusepassError):
+    """`fusepass.expect` is set, and another number of sites was fused."""
+
+
 class StrictError(FusepassError, RuntimeError):
     """With `fusepass.strict`, an internal fault is raised instead of leaving the site to Inductor."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from . import provenance
-from .errors import StrictError
+from .errors import ExpectationError, StrictError
 from .graph_pass import GraphPass
 from .kernels.source import source
 from .lift import Lifted, first_mutation, lift
@@ -49,6 +49,7 @@ class FusePass(GraphPass):
 
     Raises:
         OptionError: an unknown option or a bad value.
+        ExpectationError: on a call, under `fusepass.expect`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class FusePass(GraphPass):
             plan = make_plan(graph, lifted, regions, refused)
             quiet = unnormed_sums(graph, plan)
         except Exception as e:
-            self._fault("analysing a graph", e)
+            self._meet_expectation(kind, [], f"\n{self._fault('analysing a graph', e).detail}")
             return
         checked = [(p, self._check(p, lifted)) for p in plan.regions]
         rewriter = Rewriter(graph)
@@ -81,6 +82,7 @@ class FusePass(GraphPass):
         self._dump(f"{kind}-after", graph)
         self._dump_kernels(p for p, _ in checked)
         self._tell(kind, sites, plan, quiet)
+        self._meet_expectation(kind, sites)
 
     def _build_regions(
         self, node_sets: list[list[fx.Node]], lifted: dict[fx.Node, Lifted], mutation: fx.Node | None
@@ -139,6 +141,22 @@ class FusePass(GraphPass):
                 for n, r in (*plan.not_norms, *quiet)
             )
             self.listener(GraphReport(kind, tuple(sites), untouched))
+
+    def _meet_expectation(self, kind: str, sites: list[Site], fault: str = "") -> None:
+        """Raise `ExpectationError` where `fusepass.expect` asks for other sites than those that were fused."""
+        expected = self.options.expect
+        if expected == "" or kind == "backward":
+            return
+        counted = [s for s in sites if s.residual]
+        fused = sum(s.fused for s in counted)
+        if not fault and fused == (len(counted) if expected == "all" else expected):
+            return
+        lost = [s for s in (counted if expected == "all" else sites) if not s.fused]
+        lines = "".join(f"\n{s.module or s.source or s.norm}: {s.reason}: {s.detail}" for s in lost)
+        raise ExpectationError(
+            f"fusepass.expect={expected!r}: {fused} of {len(counted)} residual-add + norm sites of the {kind} graph "
+            f"are fused. Norms that are not:{lines or ' none'}{fault}"
+        )
 
     def _dump(self, name: str, graph: fx.Graph) -> None:
         if not self.options.dump:

@@ -71,6 +71,14 @@ def _path(value: Any) -> str:
     return os.fspath(value)
 
 
+def _count_or_all(value: Any) -> int | str:
+    if value in ("", "all"):
+        return str(value)
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or int(value) < 0:
+        raise ValueError
+    return int(value)
+
+
 OPTIONS: tuple[Option, ...] = (
     Option("enabled", True, "True or False", "False leaves every graph to Inductor", _bool),
     Option(
@@ -82,6 +90,13 @@ OPTIONS: tuple[Option, ...] = (
         "'auto' or 'always'",
         "'always' fuses every legal site; 'auto' those expected to gain (at present the same)",
         _one_of("auto", "always"),
+    ),
+    Option(
+        "expect",
+        "",
+        "a number of sites, 0 or more, or 'all'",
+        "raise unless so many residual-add + norm sites of each forward or inference graph are fused, or all of them",
+        _count_or_all,
     ),
     Option(
         "dump",
@@ -102,6 +117,7 @@ class Options:
     enabled: bool = True
     strict: bool = False
     profitability: str = "auto"
+    expect: int | str = ""
     dump: str = ""
 
     def code_key(self) -> tuple[tuple[str, Any], ...]:

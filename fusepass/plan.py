@@ -13,7 +13,7 @@ from torch import fx
 
 from . import cost
 from .lift import Lifted
-from .provenance import graph_kind
+from .provenance import graph_kind, is_after_graph_break
 from .recognise import Norm, recognise
 from .recognise_backward import recognise_backward
 from .regions import Region, build_region
@@ -29,12 +29,16 @@ DEVICES = ("cpu", "cuda", "xpu")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to happen to one norm. `node` is where it is reported; `rejection` is None where it is fused."""
+    """What is to happen to one norm.
+
+    `node` is where it is reported, `start` holds its input; `rejection` is None where it is fused.
+    """
 
     kind: str
     node: fx.Node
     sum_node: fx.Node | None
     rejection: Rejection | None
+    start: fx.Node | None = None
 
     @property
     def residual(self) -> bool:
@@ -174,7 +178,7 @@ def _judge(region: Region, norm: Norm, device: torch.device) -> Verdict:
         )
     if rejection is None and device.type not in DEVICES:
         rejection = Rejection(Reason.UNSUPPORTED_DEVICE, f"device {device} is not one of {', '.join(DEVICES)}")
-    return Verdict(norm.kind, node, sum_node, rejection)
+    return Verdict(norm.kind, node, sum_node, rejection, start)
 
 
 def _without(region: Region, misses: list[Norm], norms: Sequence[Norm], lifted: dict[fx.Node, Lifted]) -> Region:
@@ -188,9 +192,11 @@ def _without(region: Region, misses: list[Norm], norms: Sequence[Norm], lifted: 
 
 
 def _without_residual(v: Verdict) -> Verdict:
-    return Verdict(
-        v.kind, v.node, v.sum_node, Rejection(Reason.NO_RESIDUAL, f"{v.node.name} normalises no residual sum")
-    )
+    source = look_back(v.start or v.node)[-1]
+    if source.op == "placeholder" and is_after_graph_break(v.node):
+        detail = f"{source.name} was computed before a graph break: whether it is a residual sum cannot be seen"
+        return replace(v, rejection=Rejection(Reason.GRAPH_BREAK, detail))
+    return replace(v, rejection=Rejection(Reason.NO_RESIDUAL, f"{v.node.name} normalises no residual sum"))
 
 
 def _outside(start: fx.Node, region: Region) -> str:
@@ -203,6 +209,12 @@ def _outside(start: fx.Node, region: Region) -> str:
 # --- norms that no region holds
 
 
+_FAST_PATH = (
+    "in evaluation torch.nn.TransformerEncoderLayer computes the whole layer, with both of its norms, by one operator; "
+    "torch.backends.mha.set_fastpath_enabled(False) makes the norms visible"
+)
+
+
 def _norms_outside(graph: fx.Graph, in_regions: set[fx.Node], refused: Mapping[fx.Node, Rejection]) -> list[Verdict]:
     found = []
     for node in graph.nodes:
@@ -210,6 +222,8 @@ def _norms_outside(graph: fx.Graph, in_regions: set[fx.Node], refused: Mapping[f
             source = normalised(node)
             rejection = refused.get(node) or _why_not_lifted(node)
             found.append(Verdict(kind, node, residual_sum(source), rejection))
+        elif node.target is aten._transformer_encoder_layer_fwd.default:
+            found.append(Verdict("layer_norm", node, None, Rejection(Reason.FAST_PATH, _FAST_PATH)))
     return found
 
 

@@ -41,6 +41,11 @@ def source_line(node: fx.Node) -> str:
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
 
 
+def is_after_graph_break(node: fx.Node) -> bool:
+    """Whether Dynamo had to begin a graph anew on the way to this node."""
+    return "torch_dynamo_resume_in_" in (node.meta.get("stack_trace") or "")
+
+
 def graph_kind(graph: fx.Graph) -> str:
     """ "backward" where the graph takes tangents, "forward" where it takes primals, otherwise "inference"."""
     names = [n.name for n in graph.nodes if n.op == "placeholder"]

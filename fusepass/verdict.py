@@ -11,6 +11,9 @@ class Reason(enum.StrEnum):
 
     # The norm has no residual sum in front of it: there is nothing to fuse.
     NO_RESIDUAL = "NO_RESIDUAL"
+    # The norm cannot be seen, or what stands in front of it cannot.
+    FAST_PATH = "FAST_PATH"
+    GRAPH_BREAK = "GRAPH_BREAK"
     # Near-misses: looks like a norm, computes something else. Left untouched.
     NOT_LAST_DIM = "NOT_LAST_DIM"
     WRONG_DIVISOR = "WRONG_DIVISOR"

@@ -27,6 +27,8 @@ def test_ours_are_taken_and_the_rest_is_returned() -> None:
         ("FUSEPASS_STRICT", "1", "strict", True),
         ("FUSEPASS_ENABLED", "false", "enabled", False),
         ("FUSEPASS_PROFITABILITY", "always", "profitability", "always"),
+        ("FUSEPASS_EXPECT", "3", "expect", 3),
+        ("FUSEPASS_EXPECT", "all", "expect", "all"),
         ("FUSEPASS_DUMP", "folder", "dump", "folder"),
     ],
 )
@@ -43,6 +45,12 @@ def test_environment_gives_the_default_and_a_given_option_wins(
 def test_a_bad_value_names_what_is_accepted(value: object) -> None:
     with pytest.raises(OptionError, match=r"options\['fusepass.strict'\]: expected True or False, got"):
         resolve({"fusepass.strict": value})
+
+
+@pytest.mark.parametrize("value", [-1, "-1", "some", True, 2.5, None])
+def test_an_expectation_is_a_count_or_all(value: object) -> None:
+    with pytest.raises(OptionError, match=r"expected a number of sites, 0 or more, or 'all', got"):
+        resolve({"fusepass.expect": value})
 
 
 def test_a_bad_environment_value_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
