@@ -117,11 +117,13 @@ def _norms_of(program: RowProgram, z: str, reductions: frozenset[str]) -> list[N
             form = _normal_form(expressions[s.name])
             if form is not None:
                 forms[s.name] = form
-    return [
-        norm
-        for name in _outermost(program, forms)
-        if (norm := _judge(program, z, name, forms[name], frozenset(used[name]))) is not None
-    ]
+    norms: list[Norm] = []
+    while forms:  # a near-miss may be a step on the way to a norm, as `z * scale` is to `z * scale - mean * scale`
+        judged = {n: _judge(program, z, n, forms[n], frozenset(used[n])) for n in _outermost(program, forms)}
+        norms += [n for n in judged.values() if n is not None]
+        misses = {name for name, n in judged.items() if n is not None and n.rejection}
+        forms = {n: f for n, f in forms.items() if n not in misses} if misses else {}
+    return norms
 
 
 def _evaluate(program: RowProgram, z: str, reductions: frozenset[str]) -> tuple[dict[str, Any], dict[str, set[str]]]:
@@ -218,7 +220,13 @@ def _normal_form(expression: Any) -> _Form | None:
     root = _root(scale)
     if root is None:
         return None
-    shift = sympy.simplify(-expression.subs(_Z, 0) / slope)
+    intercept = expression.subs(_Z, 0)
+    shift = sympy.simplify(-intercept / slope)
+    if not shift.free_symbols <= set(_MOMENTS[1:]):  # as in `x * scale + (bias - mean * scale)`
+        bias, rest = sympy.expand(intercept).as_independent(*_MOMENTS[1:], as_Add=True)
+        if rest == 0 or not all(is_col(f) for f in bias.free_symbols):
+            return None
+        shift = sympy.simplify(-rest / slope)
     if not shift.free_symbols <= set(_MOMENTS[1:]):
         return None
     radicand, eps, outside = root
@@ -282,13 +290,13 @@ def _judge(program: RowProgram, z: str, output: str, form: _Form, reductions: fr
     return None
 
 
-def _is_unit(gain: Any) -> bool:
-    return bool(abs(float(sympy.Abs(gain.as_independent(*gain.free_symbols)[0])) - 1) < 1e-6)
+def _is_unit(gain: Any, unit: float = 1.0) -> bool:
+    return bool(abs(float(sympy.Abs(gain.as_independent(*gain.free_symbols)[0])) / unit - 1) < 1e-6)
 
 
 def _reject(program: RowProgram, kind: str, form: _Form, wanted: _Form, ratio: Any) -> Rejection | None:
     cols = program.cols
-    if abs(float(ratio) - 1) > 1e-6:
+    if abs(float(ratio) - 1) > 1e-6 and not _is_unit(form.gain, math.sqrt(abs(float(ratio)))):
         if kind == "layer_norm" and cols > 1 and abs(float(ratio) - cols / (cols - 1)) < 1e-6 * cols / (cols - 1):
             where = " and eps is added outside the root" if form.outside else ""
             return Rejection(Reason.UNBIASED_VARIANCE, f"the variance is divided by {cols - 1}, not by {cols}{where}")

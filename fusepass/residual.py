@@ -113,7 +113,7 @@ def _reads(node: fx.Node, source: fx.Node) -> bool:
 def resembles(node: fx.Node) -> str | None:
     """The norm that a reduction outside every region belongs to, by the square before it and the root after it."""
     dims, ndim = reduced_dims(node), val(node.args[0]).ndim  # type: ignore[arg-type]
-    if ndim == 0 or (0 in dims and 1 not in dims and ndim > 2) or is_made_by(node, BatchNorm):
+    if ndim == 0 or (ndim > 2 and dims == [0, *range(2, ndim)]) or is_made_by(node, BatchNorm):
         return None  # a number, or BatchNorm: over the batch and all of each channel
     if node.target in (aten.var_mean.correction, aten.var.correction, aten.std.correction):
         kind = "layer_norm"

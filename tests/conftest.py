@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+
+from fusepass.kernels import ops
+from fusepass.row_program import parse
 
 HAS_GPU = torch.cuda.is_available()
 collect_ignore_glob = [] if HAS_GPU else ["gpu/*"]
@@ -44,3 +48,10 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused kernels are computed by the reference evaluator: many of them would take longer to compile than to test."""
+    monkeypatch.setattr(ops, "prefetch", lambda program: None)
+    monkeypatch.setattr(ops, "_load", lambda program: partial(ops._launch_reference, parse(program)))
