@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+MODELS := $(VENV)/.models
 
 .PHONY: demo test fast gpu check format clean toolchain
 
@@ -11,10 +12,10 @@ demo: $(STAMP) toolchain
 	$(PY) -m fusepass demo
 
 # Two workers: a test may itself use two threads, and compiles run in processes of their own.
-test: $(STAMP) toolchain
+test: $(MODELS) toolchain
 	$(PY) -m pytest -n 2
 
-fast: $(STAMP) toolchain
+fast: $(MODELS) toolchain
 	$(PY) -m pytest -n 2 -m "not slow"
 
 # On a machine with a GPU.
@@ -41,6 +42,12 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "Name another: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -e '.[dev]' -c constraints.txt
+	touch $@
+
+# Real models, for the tests. timm and torchscale would bring torchvision, which nothing of theirs that is tested calls.
+$(MODELS): $(STAMP)
+	$(PY) -m pip install -e '.[models]' -c constraints.txt
+	$(PY) -m pip install --no-deps timm torchscale fairscale -c constraints.txt
 	touch $@
 
 toolchain: $(STAMP)
