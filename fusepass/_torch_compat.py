@@ -32,6 +32,7 @@ __all__ = [
     "cpp_compiler_version",
     "detect_fake_mode",
     "fresh_compile",
+    "has_fp8",
     "inductor",
     "inductor_config",
     "isolated_trace",
@@ -66,6 +67,17 @@ def multiprocessors(device: torch.device) -> int:
     from torch._inductor.runtime.hints import DeviceProperties
 
     return int(DeviceProperties.create(device).multi_processor_count)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether a device converts to FP8 as torch does: an NVIDIA GPU from compute capability 8.9, or a CPU."""
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    if device.type == "cpu":
+        return True
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return int(DeviceProperties.create(device).cc) >= 89
 
 
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:

@@ -11,15 +11,16 @@ reads it: it is known only after the last row.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from ._torch_compat import same_size
-from .row_program import FLOATS, MAX_COLS, Kind
-from .rules import COMPARISONS, VIEWS, Role, Rule, is_random, rule_of, val
+from ._torch_compat import has_fp8, same_size
+from .row_program import FLOATS, MAX_COLS, QUANTISED, Kind
+from .rules import CASTS, COMPARISONS, VIEWS, Role, Rule, is_random, rule_of, val
 
 
 class Space(NamedTuple):
@@ -55,6 +56,7 @@ def first_mutation(graph: fx.Graph) -> fx.Node | None:
 
 
 _FLOATS = frozenset(FLOATS.values())
+_FP8 = frozenset(QUANTISED.values()) - {torch.int8}
 
 
 def lift(graph: fx.Graph) -> dict[fx.Node, Lifted]:
@@ -103,7 +105,9 @@ def _is_computable(node: fx.Node, rule: Rule) -> bool:
     tensors = [*results, *inputs]
     if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in tensors):
         return False
-    given = {torch.bool} if node.target in COMPARISONS else _FLOATS
+    given: Set[torch.dtype] = {torch.bool} if node.target in COMPARISONS else _FLOATS
+    if node.target in CASTS:
+        given = _FLOATS | ({torch.int8, *_FP8} if has_fp8(val(node).device) else {torch.int8})
     if not all(t.dtype in given for t in results) or not all(t.dtype in _FLOATS | {torch.bool} for t in inputs):
         return False
     if len({t.device for t in tensors}) != 1:

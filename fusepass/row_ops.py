@@ -55,6 +55,7 @@ POINTWISE: dict[str, Pointwise] = {
     "sqrt": Pointwise(1, torch.sqrt, sympy.sqrt, "_sqrt({0})", "op_sqrt({0})"),
     "rsqrt": Pointwise(1, torch.rsqrt, lambda a: 1 / sympy.sqrt(a), "_rsqrt({0})", "op_rsqrt({0})"),
     "reciprocal": Pointwise(1, torch.reciprocal, lambda a: 1 / a, "_div(1.0, {0})", "op_reciprocal({0})"),
+    "round": Pointwise(1, torch.round, _opaque("round_"), "_round({0})", "op_round({0})"),
     "exp": Pointwise(1, torch.exp, _opaque("exp_"), "_exp({0})", "op_exp({0})", cheap=False),
     "tanh": Pointwise(1, torch.tanh, _opaque("tanh_"), "_tanh({0})", "op_tanh({0})", cheap=False),
     "erf": Pointwise(1, torch.erf, _opaque("erf_"), "_erf({0})", "op_erf({0})", cheap=False),

@@ -21,10 +21,11 @@ graph that Inductor has cached, say) can rebuild the kernel.
 Every value has a kind (`tile`: rows x cols, `row`: one per row, `col`: one per column, `scalar`) and a dtype, to which
 it is rounded before it is used: a row program has the roundings of the graph that it came from. Arithmetic between
 roundings is FP32, or FP64 where a value is FP64. A value of dtype `b8` is a truth value, 1 or 0 in arithmetic; an `i64`
-is a scalar that seeds random numbers. A column sum (`c: col bf16 = col_sum(t)`) adds up all rows in FP32 and rounds
-once; it is an output, never an argument. The bracket after an operand or output has one row-index expression
-for each leading dimension of the tensor: element (row, col) of `x1` is `x1[0, row % 128, col]`. An expression is a
-number or `row`, optionally `// divisor` and `% modulus`, where divisors are numbers, names of `sizes`, or products.
+is a scalar that seeds random numbers; `i8`, `e4m3` and `e5m2` are what a cast stores, and never an argument. A column
+sum (`c: col bf16 = col_sum(t)`) adds up all rows in FP32 and rounds once; it is an output, never an argument. The
+bracket after an operand or output has one row-index expression for each leading dimension of the tensor: element (row,
+col) of `x1` is `x1[0, row % 128, col]`. An expression is a number or `row`, optionally `// divisor` and `% modulus`,
+where divisors are numbers, names of `sizes`, or products.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ FLOATS: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
 }
-DTYPES: dict[str, torch.dtype] = {**FLOATS, "b8": torch.bool, "i64": torch.int64}
+QUANTISED: dict[str, torch.dtype] = {"i8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+DTYPES: dict[str, torch.dtype] = {**FLOATS, "b8": torch.bool, "i64": torch.int64, **QUANTISED}
 HALVES = frozenset({torch.bfloat16, torch.float16})
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -244,6 +246,8 @@ def _verify(p: RowProgram) -> None:
     for o in p.operands:
         _define(seen, o)
         _check_index(p, o.name, o.kind, o.index)
+        if o.dtype in QUANTISED.values():
+            raise ProgramError(f"{o.name}: {DTYPE_NAMES[o.dtype]} is no operand's dtype")
         if o.dtype is torch.int64 and o.kind is not Kind.SCALAR:
             raise ProgramError(f"{o.name}: an i64 operand is a scalar, not a {o.kind.value}")
     for s in p.statements:
@@ -320,8 +324,11 @@ def _check_statement(p: RowProgram, seen: dict[str, Operand | Statement], s: Sta
 
 def _check_dtypes(seen: dict[str, Operand | Statement], s: Statement, where: str) -> None:
     boolean = s.op in POINTWISE and POINTWISE[s.op].boolean
-    if (s.dtype is torch.bool) != boolean or s.dtype is torch.int64:
+    quantises = s.op == "cast" and s.dtype in QUANTISED.values()
+    if (s.dtype is torch.bool) != boolean or (s.dtype not in (*FLOATS.values(), torch.bool) and not quantises):
         raise ProgramError(f"{where}: a comparison gives b8 and everything else a float, not {DTYPE_NAMES[s.dtype]}")
+    if narrow := [a for a in s.value_args if seen[a].dtype in QUANTISED.values()]:
+        raise ProgramError(f"{where}: {narrow[0]} is {DTYPE_NAMES[seen[narrow[0]].dtype]}, which is only stored")
     if s.op in GENERATORS and s.dtype is not torch.float32:
         raise ProgramError(f"{where}: random numbers are f32, not {DTYPE_NAMES[s.dtype]}")
     if s.op not in GENERATORS and any(seen[a].dtype is torch.int64 for a in s.value_args):

@@ -159,6 +159,10 @@ def _emit_clamp(emit: Emit, node: fx.Node, args: Sequence[Any]) -> str:
     return str(value)
 
 
+def _emit_clamp_max(emit: Emit, node: fx.Node, args: Sequence[Any]) -> str:
+    return emit("minimum", args[0], float(args[1] if len(args) > 1 else node.kwargs["max"]), dtype=_dtype(node))  # type: ignore[arg-type]
+
+
 def _emit_cast(emit: Emit, node: fx.Node, args: Sequence[Any]) -> str:
     if is_random(node.args[0]) and all(u.target in COMPARISONS for u in node.users):
         return str(args[0])  # Inductor compares the numbers that it drew: rounded ones would give other masks
@@ -309,6 +313,7 @@ _SINGLE: dict[Any, Rule] = {
     aten.rsqrt.default: _pointwise("rsqrt"),
     aten.reciprocal.default: _pointwise("reciprocal"),
     aten.pow.Tensor_Scalar: Rule(Role.POINTWISE, _emit_pow, _is_known_power),
+    aten.round.default: _pointwise("round"),
     aten.exp.default: _pointwise("exp"),
     aten.tanh.default: _pointwise("tanh"),
     aten.erf.default: _pointwise("erf"),
@@ -317,6 +322,7 @@ _SINGLE: dict[Any, Rule] = {
     aten.maximum.default: _pointwise("maximum"),
     aten.minimum.default: _pointwise("minimum"),
     aten.clamp_min.default: Rule(Role.POINTWISE, _emit_clamp, _numbers_only("min")),
+    aten.clamp_max.default: Rule(Role.POINTWISE, _emit_clamp_max, _numbers_only("max")),
     aten.clamp.default: Rule(Role.POINTWISE, _emit_clamp, _numbers_only("min", "max")),
     prims.convert_element_type.default: _CAST,
     aten._to_copy.default: _CAST,

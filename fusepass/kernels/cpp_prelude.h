@@ -173,6 +173,7 @@ constexpr bool is_number = std::is_floating_point_v<V>;
   }
 FUSEPASS_UNARY(op_neg, -a, a.neg())
 FUSEPASS_UNARY(op_abs, std::abs(a), a.abs())
+FUSEPASS_UNARY(op_round, std::nearbyint(a), a.round())
 FUSEPASS_UNARY(op_sqrt, std::sqrt(a), a.sqrt())
 FUSEPASS_UNARY(op_reciprocal, V(1) / a, V(1) / a)
 FUSEPASS_UNARY(op_rsqrt, V(1) / std::sqrt(a), V(1) / a.sqrt())

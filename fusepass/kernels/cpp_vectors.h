@@ -195,7 +195,7 @@ FUSEPASS_INLINE void store_as(T* p, const V& a, AllLanes) { a.store(p); }
 template <typename T, typename V>
 FUSEPASS_INLINE void store_as(T* p, const V& a, FirstLanes n) { a.store(p, n.count); }
 
-// A step goes to memory as it is: its values are T's already, or not 0 where T is bool.
+// A step goes to memory as it is: its values are T's already, or not 0 where T is bool. What is quantised is rounded here.
 template <typename Lanes>
 FUSEPASS_INLINE void store(float* p, const Floats& a, Lanes n) { store_as(p, a, n); }
 template <typename Lanes>
@@ -204,6 +204,13 @@ template <typename Lanes>
 FUSEPASS_INLINE void store(BFloat16* p, const Floats& a, Lanes n) { store_as(p, pack_bf16(a[0], a[1]), n); }
 template <typename Lanes>
 FUSEPASS_INLINE void store(Half* p, const Floats& a, Lanes n) { store_as(p, at::vec::convert<Half, 1, float, 2>(a), n); }
+// To int8_t towards zero, to an FP8 type to nearest.
+template <typename T, typename Lanes>
+FUSEPASS_INLINE void store(T* p, const Floats& a, Lanes n) {
+  alignas(64) float all[kLanes];
+  a.store(all);
+  for (int i = 0; i < n.count; ++i) p[i] = static_cast<T>(all[i]);
+}
 FUSEPASS_INLINE void store(bool* p, const Floats& a, AllLanes) {
   to_bools(p, a[0]);
   to_bools(p + Vector::size(), a[1]);

@@ -22,7 +22,7 @@ import torch
 
 from ..errors import ProgramError
 from ..row_ops import GENERATORS, POINTWISE, ROW_REDUCTIONS
-from ..row_program import HALVES, Kind, Output, RowProgram, Statement, compute_dtype
+from ..row_program import HALVES, QUANTISED, Kind, Output, RowProgram, Statement, compute_dtype
 from .schedule import Schedule
 
 Strides = Mapping[str, Sequence[int | None]]
@@ -34,6 +34,9 @@ TL_DTYPES = {
     torch.float32: "tl.float32",
     torch.bfloat16: "tl.bfloat16",
     torch.float16: "tl.float16",
+    torch.int8: "tl.int8",
+    torch.float8_e4m3fn: "tl.float8e4nv",
+    torch.float8_e5m2: "tl.float8e5",
 }
 _MINUS_ZERO = {torch.float32: "minus_zero", torch.float64: "minus_zero_f64"}
 _RESERVED = {"row", "rows", "col", "mask", "row_mask", "col_mask", "start", "tl", "triton", "libdevice"}
@@ -46,6 +49,7 @@ _FUNCTIONS: dict[str, str] = {
     "_div": "def _div(a, b):\n    return a / b if b.dtype.is_fp64() else tl.div_rn(a, b)",
     "_sqrt": "def _sqrt(a):\n    return tl.sqrt(a) if a.dtype.is_fp64() else tl.sqrt_rn(a)",
     "_rsqrt": "def _rsqrt(a):\n    return tl.rsqrt(a)",
+    "_round": "def _round(a):\n    return libdevice.rint(a)",
     "_exp": "def _exp(a):\n    return libdevice.exp(a)",
     "_tanh": "def _tanh(a):\n    return libdevice.tanh(a)",
     "_erf": "def _erf(a):\n    return tl.erf(a)",
@@ -320,7 +324,7 @@ def stored(text: str, dtype: torch.dtype) -> str:
     """The text of a value as memory holds it."""
     if dtype is torch.bool:
         return f"{text} != 0.0"
-    return f"{text}.to({TL_DTYPES[dtype]})" if dtype in HALVES else text
+    return f"{text}.to({TL_DTYPES[dtype]})" if dtype in (*HALVES, *QUANTISED.values()) else text
 
 
 def neutral(s: Statement) -> str:

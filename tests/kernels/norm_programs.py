@@ -187,3 +187,27 @@ out big [row]
 out small [row]
 out g [row]
 """
+
+
+QUANTISED_PROGRAM = """row_program cols={cols}
+in x: tile {dtype} [row]
+a: tile f32 = abs(x)
+m: row f32 = row_max(a)
+e: row f32 = maximum(m, 1e-12)
+s8: row f32 = div(e, 127.0)
+q: tile f32 = div(x, s8)
+n: tile f32 = round(q)
+l: tile f32 = maximum(n, -128.0)
+h: tile f32 = minimum(l, 127.0)
+i: tile i8 = cast(h)
+s4: row f32 = div(e, 448.0)
+f: tile f32 = div(x, s4)
+g: tile f32 = maximum(f, -448.0)
+k: tile f32 = minimum(g, 448.0)
+w: tile {fp8} = cast(k)
+out i [row]
+out s8 [row]
+out w [row]
+out s4 [row]
+"""
+"""Dynamic quantisation of each row, to int8 and to FP8. Nothing in it is approximate."""

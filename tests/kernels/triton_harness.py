@@ -88,7 +88,7 @@ def _stop(worker: subprocess.Popen[str]) -> None:
 
 
 def make_the_interpreter_round() -> None:
-    """Replace the interpreter's casts between FP32 and bfloat16, which truncate, by ones that round to nearest even."""
+    """Replace the interpreter's casts from FP32 to fewer bits, which truncate, by ones that round to nearest even."""
     import numpy as np
     import torch
     import triton.language as tl
@@ -109,16 +109,26 @@ def make_the_interpreter_round() -> None:
         return interpreter.TensorHandle(bits, dst_type.scalar)
 
     builder.cast_impl = cast_impl
+    to_another_float = builder.create_fp_to_fp
+    fp8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if dst_type.scalar not in fp8:
+            return to_another_float(self, src, dst_type, rounding_mode)
+        values = torch.from_numpy(np.ascontiguousarray(src.data)).to(fp8[dst_type.scalar])
+        return interpreter.TensorHandle(values.view(torch.uint8).numpy(), dst_type.scalar)
+
+    builder.create_fp_to_fp = create_fp_to_fp
 
 
 def give_the_interpreter_libdevice() -> None:
-    """The interpreter has no libdevice: stand in for the two functions that kernels use."""
+    """The interpreter has no libdevice: stand in for the functions that kernels use."""
     import numpy as np
     import triton.language as tl
     from triton.language.extra import libdevice
     from triton.runtime.interpreter import TensorHandle
 
-    for name in ("exp", "tanh"):
+    for name in ("exp", "tanh", "rint"):
         ufunc = getattr(np, name)
         setattr(libdevice, name, lambda a, f=ufunc: tl.tensor(TensorHandle(f(a.handle.data), a.dtype.scalar), a.type))
 
@@ -146,7 +156,7 @@ class Buffer:
             strides, values = [*(0 for _ in shape[:-1]), 1], values[:1]
         extent = sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if n) + 1
         has_nan = dtype.is_floating_point
-        self.around = float("nan") if values is not None and has_nan else 12288.0 if has_nan else 0
+        self.around = float("nan") if values is not None and has_nan else 2.0**8 if has_nan else 0
         self.block = torch.full((extent + 2 * pad,), self.around, dtype=dtype)
         self.view = self.block.as_strided(shape, strides, pad)
         self.strides = strides
