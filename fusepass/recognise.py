@@ -33,6 +33,7 @@ from .verdict import Reason, Rejection
 _Z = sympy.Symbol("Z", real=True)
 _MOMENTS = (sympy.Integer(1), sympy.Symbol("m1", real=True), sympy.Symbol("m2", positive=True))
 _MOST_OPERATIONS = 60  # of an expression: no norm of z is larger; norms of norms of z grow without bound
+_MAXIMUM = POINTWISE["maximum"].sympy
 _HALF = sympy.Rational(1, 2)
 
 
@@ -42,7 +43,9 @@ class Norm:
 
     `kind` is the pattern's name; `input` the value that is normalised; `output` the normalised tile (times its weight,
     where it has one); `reductions` the row statistics it uses; `rejection` is set for a near-miss. Of a norm's
-    gradient (`backward`), `input` is still the norm's own input and `output` the gradient of it.
+    gradient (`backward`), `input` is still the norm's own input and `output` the gradient of it. `scaled` says that
+    the statistic is a multiple of the pattern's and a factor makes up for it: perhaps it is a multiple of `input` that
+    is normalised.
     """
 
     kind: str
@@ -51,6 +54,7 @@ class Norm:
     reductions: frozenset[str]
     rejection: Rejection | None = None
     backward: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,15 +73,21 @@ def recognise(program: RowProgram) -> tuple[Norm, ...]:
     """The norms and near-misses that `program` computes, in program order. Each distinct program is analysed once."""
     found: list[Norm] = []
     explained: set[str] = set()
+    scaled: list[Norm] = []
     misses: list[Norm] = []
     for z, reductions in _candidates(program):
         if reductions <= explained:
             continue
         norms = [n for n in _norms_of(program, z, reductions) if not n.reductions <= explained]
-        found += [n for n in norms if n.rejection is None]
-        explained |= {r for n in norms if n.rejection is None for r in n.reductions}
+        exact = [n for n in norms if n.rejection is None and not n.scaled]
+        found += exact
+        explained |= {r for n in exact for r in n.reductions}
+        scaled += [n for n in norms if n.rejection is None and n.scaled]
         misses += [n for n in norms if n.rejection and not any(n.reductions & m.reductions for m in misses)]
-    found += [n for n in misses if not n.reductions <= explained]
+    for n in (*scaled, *misses):
+        if not n.reductions <= explained:
+            found.append(n)
+            explained |= n.reductions if n.scaled else set()
     order = {name: i for i, name in enumerate(program.values)}
     return tuple(sorted(found, key=lambda n: order[n.output]))
 
@@ -234,8 +244,15 @@ def _normal_form(expression: Any) -> _Form | None:
 
 
 def _root(scale: Any) -> tuple[Any, Any, bool] | None:
-    """(radicand, eps, eps is outside) of `(radicand + eps)^(-1/2)` or `1 / (sqrt(radicand) + eps)`."""
+    """(radicand, eps, eps is outside) of `(radicand + eps)^(-1/2)` or `1 / (sqrt(radicand) + eps)`.
+
+    Of `1 / max(sqrt(radicand), eps)`, as `F.normalize` has it, eps is 0: it bounds the root, and is added to nothing.
+    """
     base, exponent = scale.as_base_exp()
+    if exponent == -1 and base.func == _MAXIMUM and base.args[1].is_number:
+        factor, power = base.args[0].as_independent(*_MOMENTS[1:], as_Add=False)
+        inner, half = power.as_base_exp()
+        return (sympy.expand(factor**2 * inner), sympy.Integer(0), False) if half == _HALF else None
     if exponent == -1 and base.is_Add:
         roots = [t for t in base.args if t.has(*_MOMENTS[1:])]
         if len(roots) != 1:
@@ -283,10 +300,11 @@ def _judge(program: RowProgram, z: str, output: str, form: _Form, reductions: fr
             continue
         if form.shift not in (sympy.Integer(0), _MOMENTS[1]):
             continue
-        if form.eps == 0 and not _is_unit(form.gain):
+        if form.eps == 0 and not _is_unit(form.gain, math.sqrt(abs(float(ratio)))):
             continue  # without an epsilon, dividing by the length of the row (F.normalize) differs only in scale
         rejection = _reject(program, pattern.name, form, wanted, ratio)
-        return Norm(pattern.name, z, output, reductions, rejection)
+        scaled = rejection is None and abs(float(ratio) - 1) > 1e-6
+        return Norm(pattern.name, z, output, reductions, rejection, scaled=scaled)
     return None
 
 

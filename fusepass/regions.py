@@ -26,6 +26,10 @@ from .row_ops import COL_REDUCTIONS, GENERATORS, POINTWISE, ROW_REDUCTIONS
 from .row_program import Kind, Operand, Output, RowProgram, Statement
 from .rules import CASTS, Role, val
 
+aten = torch.ops.aten
+
+_REPEATABLE = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default}) | CASTS
+"""What is computed again for every row that it repeats over, rather than in a kernel of its own."""
 _REDUCES = (Role.REDUCTION, Role.COLUMN_SUM)
 
 
@@ -59,6 +63,7 @@ class Region:
     value_of: dict[fx.Node, Any]  # node -> the name of its value (or a tuple of names)
     tile: fx.Node  # a node with the region's rows and columns
     made_by: dict[str, fx.Node]  # the node that a statement was written for
+    repeated: dict[fx.Node, list[Any]]  # members smaller than a tile, and the shape of the tile that they repeat in
 
     def node_of(self, value: str) -> fx.Node:
         """The first node, in graph order, that holds a value of the program; or else the one it was computed for."""
@@ -194,12 +199,19 @@ def _is_full_tile(source: fx.Node, user: Lifted) -> bool:
 
 
 def absorb_vectors(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted], taken: Set[fx.Node]) -> list[fx.Node]:
-    """Add arithmetic per column (`1 + w`, `w.float()`) or per row (`rstd / D`) whose every user is in the region.
+    """Add arithmetic per column (`1 + w`, `w.float()`), per row (`rstd / D`) or on a tile that repeats over the rows
+    (`1 + scale` of adaLN) whose every user is in the region.
 
     A node of another region is not added: where there is one row, that is a vector too.
     """
-    members = set(nodes)
+    own, members = frozenset(nodes), set(nodes)
     rows, cols = lifted[nodes[0]].space
+
+    def is_tile(user: fx.Node) -> bool:
+        if user not in members or lifted[user].rule.role is not Role.POINTWISE:
+            return False
+        return user in own or user.target in _REPEATABLE
+
     queue = [i for n in nodes for i in n.all_input_nodes]
     while queue:
         node = queue.pop()
@@ -208,7 +220,8 @@ def absorb_vectors(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted], taken: S
         shape = val(node).shape
         per_column = all(same_size(d, 1) for d in shape[:-1]) and same_size(shape[-1], cols)
         per_row = same_size(shape[-1], 1) and same_size(val(node).numel(), rows)
-        if (per_column or per_row) and set(node.users) <= members:
+        repeats = node.target in _REPEATABLE and same_size(shape[-1], cols) and all(map(is_tile, node.users))
+        if (per_column or per_row or repeats) and set(node.users) <= members:
             members.add(node)
             queue.extend(node.all_input_nodes)
     return sorted(members, key=lambda n: lifted[n].order)
@@ -260,6 +273,7 @@ class _Builder:
         self.value_of: dict[fx.Node, Any] = {}
         self.made_by: dict[str, fx.Node] = {}
         self.current = reduction
+        self.repeated = self._repeated()
 
     def build(self) -> Region:
         writes = self.escaping()
@@ -288,8 +302,28 @@ class _Builder:
         reads = tuple(self.reads[o.name] for o in program.operands)
         made_by = {renamed[v]: n for v, n in self.made_by.items() if v in renamed}
         return Region(
-            self.space, self.nodes, program.verify(), reads, tuple(writes), self.sizes, value_of, self.tile, made_by
+            self.space,
+            self.nodes,
+            program.verify(),
+            reads,
+            tuple(writes),
+            self.sizes,
+            value_of,
+            self.tile,
+            made_by,
+            self.repeated,
         )
+
+    def _repeated(self) -> dict[fx.Node, list[Any]]:
+        found: dict[fx.Node, list[Any]] = {}
+        for node in reversed(self.nodes):
+            shape = list(val(node).shape) if isinstance(val(node), torch.Tensor) else []
+            some_rows = len(shape) > 1 and not all(same_size(d, 1) for d in shape[:-1])
+            is_full = same_size(math.prod(shape[:-1]), self.space.rows)
+            if node.target in _REPEATABLE and some_rows and not is_full and same_size(shape[-1], self.space.cols):
+                user = next(iter(node.users))
+                found[node] = found.get(user, list(val(user).shape))
+        return found
 
     def _live_names(self, outputs: list[str]) -> dict[str, str]:
         """Old to new name of every value that the outputs need, numbered without gaps."""
@@ -374,6 +408,7 @@ class _Builder:
 
     def operand(self, node: fx.Node, user: fx.Node) -> str:
         shape = list(val(user).shape) if not isinstance(val(user), (tuple, list)) else list(val(node).shape)
+        shape = self.repeated.get(user, shape)
         if self.lifted[user].rule.role in (Role.VIEW, *_REDUCES):
             shape = list(val(node).shape)
         while node.target is torch.ops.aten.expand.default and isinstance(node.args[0], fx.Node):

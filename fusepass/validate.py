@@ -204,6 +204,9 @@ def _small_shape(node: fx.Node, shrunk: _Shrunk, region: Region, lifted: dict[fx
     shape = list(tensor.shape)
     if region.is_col_sum(node):
         return shape
+    if node in region.repeated:
+        tile = region.repeated[node]
+        return shrunk.aligned(shape, tile, [*shrunk.dims(tile[:-1]), tile[-1]])
     if not same_size(math.prod(shape[:-1]), region.space.rows) and not same_size(tensor.numel(), region.space.rows):
         return shape  # a per-column value
     if lifted[node].kind is Kind.TILE and lifted[node].rule.role is not Role.REDUCTION:

@@ -206,6 +206,7 @@ def test_a_statistic_of_a_number_beside_a_site() -> None:
     as_eager(lambda x, r, t: (layer_norm(x + r), (t.pow(2).mean(-1) + 1).sqrt()), randn(4, D), randn(4, D), randn())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["before the norm", "from residual", "from post"])
 def test_norm_after_norm_compiles_in_reasonable_time(how: str) -> None:
     """With nothing but sums and norms, all of a model is one region: the time must not explode with its length."""

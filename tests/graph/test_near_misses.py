@@ -174,6 +174,13 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Reason]] = {
         lambda x, r: (x + r) * torch.rsqrt((x + r).pow(2).pow(2).mean(-1, keepdim=True) + 1e-6),
         Reason.NOT_A_NORM,
     ),
+    "the mean's square is added": (
+        lambda x, r: (
+            (x + r)
+            * torch.rsqrt((x + r).pow(2).mean(-1, keepdim=True) + (x + r).mean(-1, keepdim=True).square() + 1e-6)
+        ),
+        Reason.NOT_A_NORM,
+    ),
     "a mean of cubes": (
         lambda x, r: (x + r) * torch.rsqrt((x + r).pow(3).mean(-1, keepdim=True) + 1e-6),
         Reason.NOT_A_NORM,
@@ -189,6 +196,10 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Reason]] = {
     "a root too few": (lambda x, r: (x + r) / ((x + r).pow(2).mean(-1, keepdim=True) + 1e-6), Reason.NOT_A_NORM),
     "a root too many": (
         lambda x, r: (x + r) * ((x + r).pow(2).mean(-1, keepdim=True) + 1e-6).pow(-0.25),
+        Reason.NOT_A_NORM,
+    ),
+    "a root of the root": (
+        lambda x, r: (x + r) / ((x + r).pow(2).mean(-1, keepdim=True) + 1e-6).sqrt().sqrt(),
         Reason.NOT_A_NORM,
     ),
     "times the root": (

@@ -182,6 +182,8 @@ RMS_NORMS: dict[str, Norm] = {
     "vector_norm": lambda s, w, b: (
         wide(s) / (torch.linalg.vector_norm(wide(s), dim=-1, keepdim=True) / math.sqrt(D)) * w
     ),
+    "F.normalize times root of D": lambda s, w, b: F.normalize(wide(s), dim=-1) * math.sqrt(D) * w,
+    "F.normalize, weight first": lambda s, w, b: w * (math.sqrt(D) * F.normalize(wide(s), dim=-1, eps=1e-6)),
     "weight first": lambda s, w, b: (w * wide(s)) * torch.rsqrt(mean_square(s) + EPS),
     "weight with the root": lambda s, w, b: wide(s) * (torch.rsqrt(mean_square(s) + EPS) * w),
     "weight twice": lambda s, w, b: unit(s) * w * b,
@@ -222,6 +224,7 @@ SUMS: dict[str, Sum] = {
     "layer scale": lambda x, r, v: x + v * r,
     "layer scale and bias": lambda x, r, v: x + v * (r + v),
     "one plus layer scale": lambda x, r, v: x + (1 + v) * r,
+    "the same tensor twice": lambda x, r, v: x + x,
     "three-way, left": lambda x, r, v: (x + r) + x.flip(0),
     "three-way, right": lambda x, r, v: x + (r + x.flip(0)),
     "four-way": lambda x, r, v: (x + r) + (x.flip(0) + r.flip(0)),
@@ -277,23 +280,28 @@ def check(fn: Callable[..., Tensor], dtype: torch.dtype, kind: str) -> None:
     assert_few_roundings_from_eager(got.to(dtype), eager.to(dtype))
 
 
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
+
+
 def test_the_tables_are_as_long_as_promised() -> None:
     assert len(LAYER_NORMS) + len(RMS_NORMS) >= 60 and len(SUMS) >= 40
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("name", LAYER_NORMS)
 def test_layer_norm(name: str, dtype: torch.dtype) -> None:
     check(lambda x, r, w, b: LAYER_NORMS[name](x + r, w, b), dtype, "layer_norm")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("name", RMS_NORMS)
 def test_rms_norm(name: str, dtype: torch.dtype) -> None:
     check(lambda x, r, w, b: RMS_NORMS[name](x + r, w, b), dtype, "rms_norm")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 def test_residual_sum(name: str, dtype: torch.dtype, kind: str) -> None:
