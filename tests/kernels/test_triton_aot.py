@@ -13,8 +13,8 @@ from fusepass.kernels.schedule import Schedule, choose
 from fusepass.row_program import parse
 from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_backward_program, norm_program
 
-COLS = (1, 2, 3, 17, 127, 128, 255, 768, 1000, 1024, 4096, 5120, 8192, 16384, 65536)
-MORE_COLS = (63, 511, 1023, 2047, 3001, 8191, 12345, 16383, 32768, 100001, 131072)
+COLS = (1, 3, 17, 127, 128, 255, 768, 1000, 1024, 4096, 5120, 8192, 16384, 65536)
+MORE_COLS = (63, 2047, 12345, 131072)
 NORMS = ("layer_norm", "rms_norm")
 SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 

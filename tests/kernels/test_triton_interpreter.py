@@ -10,6 +10,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -21,7 +22,6 @@ from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
 from tests.kernels.triton_harness import ROOT, Case, check, run_cases
 
 COLS = (1, 2, 3, 17, 127, 128, 255, 768, 1000, 1024, 4096, 5120, 8192, 16384, 65536)
-ROWS = (0, 1, 2, 7, 64)
 DTYPES = ("bf16", "f32", "f16", "f64")
 NORMS = ("layer_norm", "rms_norm")
 
@@ -35,7 +35,7 @@ def schedules_of(cols: int) -> list[tuple[str, int, int] | None]:
     return [None, *forced]
 
 
-def grid_cases(norm: str, dtype: str, cols: tuple[int, ...], rows: tuple[int, ...]) -> list[Case]:
+def grid_cases(norm: str, dtype: str, cols: Sequence[int], rows: Sequence[int]) -> list[Case]:
     return [
         Case(
             f"{norm} {dtype} {r}x{n} {schedule}", norm_program(norm, n, dtype, alpha=1.7, save_stats=True), r, schedule
@@ -61,7 +61,9 @@ def test_columns(norm: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_columns_by_rows(norm: str, dtype: str) -> None:
-    check(grid_cases(norm, dtype, COLS, ROWS))
+    """The interpreter takes milliseconds for each row: many rows only where several make a tile."""
+    check(grid_cases(norm, dtype, COLS, (0, 1, 2)))
+    check(grid_cases(norm, dtype, [n for n in COLS if n <= 768], (7, 64)))
 
 
 def variant_cases(cols: tuple[int, ...], dtypes: tuple[str, ...]) -> list[Case]:

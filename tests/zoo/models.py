@@ -9,11 +9,12 @@ casts, dropout, views, and factors that are numbers or vectors, is a sum of two 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,9 +191,10 @@ def _x_transformers(**kwargs: Any) -> Build:
 
 def _torchscale(side: str) -> Build:
     def build(p: float) -> Call:
-        _do_without_torchvision()
-        from torchscale.architecture import config as configs
+        with _without_torchvision():
+            from torchscale.architecture import config as configs
 
+            module = importlib.import_module(f"torchscale.architecture.{side}")
         config = getattr(configs, f"{side.title()}Config")(
             **{
                 f"{side}_embed_dim": HIDDEN,
@@ -208,7 +210,6 @@ def _torchscale(side: str) -> Build:
                 "vocab_size": VOCABULARY,
             }
         )
-        module = importlib.import_module(f"torchscale.architecture.{side}")
         model = getattr(module, side.title())(config, embed_tokens=nn.Embedding(VOCABULARY, HIDDEN))
         return (model, (), {"src_tokens": _tokens()}) if side == "encoder" else (model, (_tokens(),), {})
 
@@ -217,8 +218,8 @@ def _torchscale(side: str) -> Build:
 
 def _timm_vit(**kwargs: Any) -> Build:
     def build(p: float) -> Call:
-        _do_without_torchvision()
-        from timm.models.vision_transformer import VisionTransformer
+        with _without_torchvision():
+            from timm.models.vision_transformer import VisionTransformer
 
         model = VisionTransformer(
             img_size=32,
@@ -425,6 +426,17 @@ class _StubFinder:
         pass
 
 
-def _do_without_torchvision() -> None:
-    if importlib.util.find_spec("torchvision") is None:
-        sys.meta_path.append(_StubFinder())  # type: ignore[arg-type]
+@contextlib.contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Within this context torchvision can be imported; after it, whoever asks whether it is there is told the truth."""
+    if importlib.util.find_spec("torchvision") is not None:
+        yield
+        return
+    finder = _StubFinder()
+    sys.meta_path.append(finder)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
+            del sys.modules[name]

@@ -162,8 +162,9 @@ def test_gradients(name: str) -> None:
     check_gradients(fused, eager, exact, torch.bfloat16 if "autocast" in name else torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("by_reference")
-@every_model()
+@pytest.mark.parametrize("name", [*FEW, "hf/llama, checkpointing", "x-transformers, sandwich", "timm/vit, layer scale"])
 def test_training_with_dropout(name: str) -> None:
     """Forward and backward are fused alike; checkpointed layers have some of their forward again in the backward."""
     model, args, kwargs = built(name, dropout=0.1)
