@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -55,3 +56,28 @@ def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused kernels are computed by the reference evaluator: many of them would take longer to compile than to test."""
     monkeypatch.setattr(ops, "prefetch", lambda program: None)
     monkeypatch.setattr(ops, "_load", lambda program: partial(ops._launch_reference, parse(program)))
+
+
+class _Fallbacks(logging.Handler):
+    """The kernels that did not compile."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "could not be built" in record.getMessage():
+            self.messages.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def fallbacks() -> Iterator[list[str]]:
+    """A kernel that does not compile runs as torch operations, right and slow: no test passes unless it expects that.
+
+    One that does takes this list and empties it.
+    """
+    handler = _Fallbacks()
+    ops.log.addHandler(handler)
+    yield handler.messages
+    ops.log.removeHandler(handler)
+    assert handler.messages == []

@@ -72,6 +72,7 @@ def _row_offset(name: str, index: tuple[str, ...]) -> str:
     for k, expr in enumerate(index):
         if expr != "0":
             text = re.sub(r"[a-z]\w*", lambda m: "row" if m[0] == "row" else f"a.{c_name(m[0])}", expr)
+            text = text.replace("//", "/")  # which begins a comment in C++
             terms.append(f"{text} * a.{name}_stride{k}" if text == "row" else f"({text}) * a.{name}_stride{k}")
     return " + ".join(terms) or "0"
 
