@@ -11,9 +11,9 @@ from fusepass.errors import ProgramError
 from fusepass.kernels import reference
 from fusepass.row_ops import COL_REDUCTIONS, POINTWISE, ROW_REDUCTIONS
 from fusepass.row_program import (
-    DTYPES,
     FLOATS,
     MAX_COLS,
+    QUANTISED,
     Kind,
     Operand,
     Output,
@@ -145,7 +145,7 @@ def test_the_reference_reads_rows_by_their_index() -> None:
 @st.composite
 def programs(draw: st.DrawFn) -> RowProgram:
     number_dtype = st.sampled_from(list(FLOATS.values()))
-    dtype = st.sampled_from([d for d in DTYPES.values() if d is not torch.int64])
+    dtype = st.sampled_from([*FLOATS.values(), torch.bool])
     index = st.sampled_from([("row",), ("0", "row % 7"), ("row // n0", "row % n0"), ("row // 2*n0 % n1",)])
     kinds = [Kind.TILE, *draw(st.lists(st.sampled_from(list(Kind)), max_size=4))]
     operands = [
@@ -165,6 +165,10 @@ def programs(draw: st.DrawFn) -> RowProgram:
         boolean = op in POINTWISE and POINTWISE[op].boolean
         statements.append(Statement(f"v{i}", op, args, kind, torch.bool if boolean else draw(number_dtype)))
         known[f"v{i}"] = kind
+    for i, quantised in enumerate(draw(st.lists(st.sampled_from(list(QUANTISED.values())), max_size=2))):
+        source = draw(st.sampled_from([n for n in known if not n.startswith("q")]))
+        statements.append(Statement(f"q{i}", "cast", (source,), known[source], quantised))
+        known[f"q{i}"] = known[source]
     outputs = tuple(Output(n, draw(index) if k in (Kind.TILE, Kind.ROW) else ()) for n, k in known.items())
     return RowProgram(draw(st.integers(1, MAX_COLS)), tuple(operands), tuple(statements), outputs, ("n0", "n1"))
 
