@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .regions import Read, Region
+from .region_program import Read, Region
 from .row_program import Kind, Operand, RowProgram, Statement
 from .rules import val
 

@@ -17,7 +17,8 @@ from .kernels.source import source
 from .lift import Lifted, first_mutation, lift
 from .options import Options, resolve
 from .plan import Plan, PlannedRegion, Verdict, make_plan, unnormed_sums
-from .regions import Region, Unsupported, build_region, find_regions
+from .region_program import Region, Unsupported, build_region
+from .regions import find_regions
 from .report import Site, Untouched
 from .rewrite import Rewriter, UnknownSize
 from .rules import val

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import pathlib
 import time
+from abc import abstractmethod
 from functools import cache
 from typing import ClassVar
 
@@ -27,9 +28,9 @@ class GraphPass(CustomGraphPass):
     def __init__(self, options: Options) -> None:
         self.options = options
 
+    @abstractmethod
     def run(self, graph: fx.Graph) -> None:
         """Rewrite the graph."""
-        raise NotImplementedError
 
     def __call__(self, graph: fx.Graph) -> None:
         if not self.options.enabled:

@@ -107,7 +107,9 @@ def _is_computable(node: fx.Node, rule: Rule) -> bool:
         return False
     given: Set[torch.dtype] = {torch.bool} if node.target in COMPARISONS else _FLOATS
     if node.target in CASTS:
-        given = _FLOATS | ({torch.int8, *_FP8} if has_fp8(val(node).device) else {torch.int8})
+        given = _FLOATS | frozenset(QUANTISED.values())
+        if val(node).dtype in _FP8 and not has_fp8(val(node).device):
+            return False
     if not all(t.dtype in given for t in results) or not all(t.dtype in _FLOATS | {torch.bool} for t in inputs):
         return False
     if len({t.device for t in tensors}) != 1:

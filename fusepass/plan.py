@@ -16,7 +16,7 @@ from .lift import Lifted
 from .provenance import graph_kind, is_after_graph_break
 from .recognise import Norm, recognise
 from .recognise_backward import recognise_backward
-from .regions import Region, build_region
+from .region_program import Region, build_region
 from .residual import gradient_sum, is_residual_add, look_back, normalised, resembles, residual_sum
 from .row_program import DTYPE_NAMES, MAX_COLS
 from .rules import REDUCTIONS, reduced_dims, val

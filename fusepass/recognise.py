@@ -25,7 +25,8 @@ import torch
 from ._torch_compat import isolated_trace
 from .lift import lift
 from .patterns import PATTERNS, Fn
-from .regions import build_region, find_regions
+from .region_program import build_region
+from .regions import find_regions
 from .row_ops import POINTWISE
 from .row_program import Kind, RowProgram, Statement
 from .verdict import Reason, Rejection

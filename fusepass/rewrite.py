@@ -14,7 +14,7 @@ from ._torch_compat import detect_fake_mode, size_text, stable_topological_sort,
 from .errors import FusepassError
 from .lower import KernelCall, lower
 from .plan import PlannedRegion
-from .regions import Read
+from .region_program import Read
 from .row_program import Kind
 from .rules import val
 

@@ -18,7 +18,7 @@ from torch import fx
 from ._torch_compat import no_dispatch_modes, same_size, size_text
 from .kernels.reference import evaluate, row_indices, uniform
 from .lift import Lifted
-from .regions import Read, Region
+from .region_program import Read, Region
 from .row_program import Kind, Operand, RowProgram
 from .rules import CASTS, VIEWS, Role, eager_arguments, is_random, random_op, val
 from .verdict import Reason, Rejection

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusepass import fuse_pass, regions, rules, validate
+from fusepass import fuse_pass, region_program, rules, validate
 from fusepass.errors import StrictError
 from tests.graph.capture import fuse
 
@@ -60,9 +60,9 @@ def test_a_mismatch_is_reported_and_raised_when_strict(monkeypatch: pytest.Monke
 
 
 def test_a_wrong_row_index_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = regions._Builder._indices
+    right = region_program._Builder._indices
     wrong = lambda self, own, shape, outer: tuple(i.replace("%", "//") for i in right(self, own, shape, outer))  # noqa: E731
-    monkeypatch.setattr(regions._Builder, "_indices", wrong)
+    monkeypatch.setattr(region_program._Builder, "_indices", wrong)
     x, p = torch.randn(2, 3, D), torch.randn(1, 3, D)
     with torch.no_grad():
         captured = fuse(site, x, p, options={"fusepass.strict": False})

@@ -33,6 +33,7 @@ STAGES = (
     "rules",
     "lift",
     "regions",
+    "region_program",
     "patterns.layer_norm",
     "patterns.rms_norm",
     "patterns",
