@@ -5,7 +5,7 @@
 Depth is the largest number of barriers on a path from a liftable node. Two nodes of equal depth that touch have no
 barrier between them, so a connected set of nodes of equal depth is convex. A pointwise node sinks to its users' depth,
 so that a cheap node (DeepNorm's `alpha * x`, a cast) is computed where it is used. A column sum is a barrier to what
-reads it: it is known only after the last row.
+reads it: it is known only after the last row. So is a move of the rows, which regions cross only where `moves` says.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ def same_space(a: Space, b: Space) -> bool:
     return a.cols == b.cols and same_size(a.rows, b.rows)
 
 
+def is_move(entry: Lifted) -> bool:
+    """Whether a node gives the rows another order."""
+    return entry.rule.role is Role.MOVE
+
+
 def first_mutation(graph: fx.Graph) -> fx.Node | None:
     """The first node that writes into a tensor; post-grad graphs have such nodes at their end only, if at all."""
     for node in graph.nodes:
@@ -73,8 +78,10 @@ def lift(graph: fx.Graph) -> dict[fx.Node, Lifted]:
             lifted[node] = entry
         if any(i in follows or i in lifted for i in node.all_input_nodes):
             follows.add(node)
-        is_barrier = entry is None or entry.rule.role is Role.COLUMN_SUM
+        is_barrier = entry is None or entry.rule.role in (Role.COLUMN_SUM, Role.MOVE)
         depth[node] = before + (is_barrier and node in follows)
+        if entry is not None and is_move(entry):
+            entry.depth = depth[node]
     _sink(graph, lifted, depth)
     return lifted
 
@@ -102,6 +109,8 @@ def _is_computable(node: fx.Node, rule: Rule) -> bool:
         return True
     results = val(node) if isinstance(val(node), (tuple, list)) else [val(node)]
     inputs = [val(i) for i in node.all_input_nodes]
+    if rule.role is Role.VIEW:  # whose shape may be symbolic
+        inputs = [v for v in inputs if not isinstance(v, torch.SymInt)]
     tensors = [*results, *inputs]
     if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in tensors):
         return False
@@ -136,6 +145,8 @@ def _place(node: fx.Node, rule: Rule, lifted: dict[fx.Node, Lifted]) -> tuple[Sp
         space = _natural_space(val(source))  # type: ignore[arg-type]
         return None if space is None else (space, Kind.ROW if rule.role is Role.REDUCTION else Kind.COL)
     row_inputs = [lifted[i] for i in node.all_input_nodes if i in lifted and lifted[i].kind is Kind.ROW]
+    if rule.role is Role.MOVE and row_inputs:
+        return None
     if not row_inputs:
         return _place_tile(node, rule)
     space = row_inputs[0].space
@@ -199,10 +210,10 @@ def _same_rows(node: fx.Node, row_inputs: list[Lifted]) -> bool:
 def _sink(graph: fx.Graph, lifted: dict[fx.Node, Lifted], depth: dict[fx.Node, int]) -> None:
     for node in reversed(graph.nodes):
         entry = lifted.get(node)
-        if entry is None or entry.after_reduction or entry.rule.role in (Role.PROJECT, Role.COLUMN_SUM):
+        if entry is None or entry.after_reduction or entry.rule.role in (Role.PROJECT, Role.COLUMN_SUM, Role.MOVE):
             continue
         users = [u for u in node.users if u.op != "output"]
         if not users:
             continue
-        latest = min(lifted[u].depth if u in lifted else depth[u] - 1 for u in users)
+        latest = min(depth[u] - 1 if u not in lifted or is_move(lifted[u]) else lifted[u].depth for u in users)
         entry.depth = max(entry.depth, latest)

@@ -30,7 +30,8 @@ Call = Callable[..., fx.Node]
 class KernelCall:
     """One use of a row program in a graph.
 
-    `rows` and `sizes` are ints or nodes that hold a SymInt. `dying` numbers the operands whose memory is free
+    `rows` and `sizes` are ints or nodes that hold a SymInt. `leads` has the leading dimensions of each output, one for
+    each of its row-index expressions. `dying` numbers the operands whose memory is free
     after the kernel: on a CPU an output is written over one of them where it can be, which spares a buffer and the
     reading of its cache lines before they are written.
     """
@@ -40,18 +41,20 @@ class KernelCall:
     ins: Sequence[fx.Node]
     sizes: Sequence[Any]
     device: torch.device
+    leads: Sequence[Sequence[Any]]
     dying: frozenset[int] = frozenset()
 
 
 def lower(call: Call, kernel: KernelCall) -> list[fx.Node]:
-    """Append the nodes that run `kernel`; return one node per output, of shape (rows, cols), (rows,) or (cols,)."""
+    """Append the nodes that run `kernel`; return one node per output, of shape (*lead, cols), (*lead,) or (cols,)."""
     return (_lower_cpp if kernel.device.type == "cpu" else _lower_triton)(call, kernel)
 
 
 def _new_output(call: Call, kernel: KernelCall, number: int) -> fx.Node:
     p = kernel.program
     value = p.values[p.outputs[number].value]
-    shape = {Kind.TILE: [kernel.rows, p.cols], Kind.ROW: [kernel.rows], Kind.COL: [p.cols]}[value.kind]
+    lead = kernel.leads[number]
+    shape = {Kind.TILE: [*lead, p.cols], Kind.ROW: [*lead], Kind.COL: [p.cols]}[value.kind]
     return call(aten.empty.memory_format, shape, dtype=value.dtype, device=kernel.device)
 
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from ._torch_compat import same_size, size_text
 from .lift import Lifted, Space
+from .moves import RowOrder, row_orders
 from .regions import REPEATABLE
 from .row_ops import COL_REDUCTIONS, GENERATORS, POINTWISE, ROW_REDUCTIONS
 from .row_program import Kind, Operand, Output, RowProgram, Statement
@@ -29,8 +30,9 @@ class Read:
     """A tensor that a region reads.
 
     `index` has one row-index expression per leading dimension of `node`, unless `flatten`: then the leading dimensions
-    are seen as one. `rows` is the shape of the region's rows where the tensor is used, which the index is relative to;
-    `of_tile` says that it is used beside a tile, so that its last dimension is the column (or one).
+    are seen as one; or `lead`: then they are seen as these. `rows` is the shape of the region's rows where the tensor
+    is used, which the index is relative to, in the order `order` where they are moved; `of_tile` says that it is used
+    beside a tile, so that its last dimension is the column (or one).
     """
 
     node: fx.Node
@@ -39,6 +41,8 @@ class Read:
     flatten: bool
     rows: tuple[Any, ...] = ()
     of_tile: bool = True
+    order: RowOrder | None = None
+    lead: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Region:
     tile: fx.Node  # a node with the region's rows and columns
     made_by: dict[str, fx.Node]  # the node that a statement was written for
     repeated: dict[fx.Node, list[Any]]  # members smaller than a tile, and the shape of the tile that they repeat in
+    orders: dict[fx.Node, RowOrder]  # members whose rows lie in another order
 
     def node_of(self, value: str) -> fx.Node:
         """The first node, in graph order, that holds a value of the program; or else the one it was computed for."""
@@ -112,6 +117,10 @@ class _Builder:
         self.made_by: dict[str, fx.Node] = {}
         self.current = reduction
         self.repeated = self._repeated()
+        orders = row_orders(nodes, lifted)
+        if orders is None:
+            raise Unsupported(f"the rows of {reduction.name} and what it is computed of have no order in common")
+        self.orders = orders
 
     def build(self) -> Region:
         writes = self.escaping()
@@ -127,7 +136,7 @@ class _Builder:
                 raise Narrow(node)
             if self.named[name].kind is Kind.ROW and self.lifted[node].kind is Kind.TILE:
                 raise Narrow(node)
-            outputs.append(Output(name, ("row",)))
+            outputs.append(Output(name, self._moved_index(self.orders[node]) if node in self.orders else ("row",)))
         renamed = self._live_names([o.value for o in outputs])
         program = RowProgram(
             self.space.cols,
@@ -150,6 +159,7 @@ class _Builder:
             self.tile,
             made_by,
             self.repeated,
+            self.orders,
         )
 
     def _repeated(self) -> dict[fx.Node, list[Any]]:
@@ -187,7 +197,7 @@ class _Builder:
         ]
 
     def is_alias(self, node: fx.Node) -> bool:
-        return self.lifted[node].rule.role is Role.VIEW
+        return self.lifted[node].rule.role in (Role.VIEW, Role.MOVE)
 
     def value(self, node: fx.Node) -> Any:
         """The name of a member's value; emits the statements that it needs, depth first."""
@@ -254,8 +264,11 @@ class _Builder:
                 break  # one gradient for all, as `.sum().backward()` hands out: it takes the place of a tile
             node = node.args[0]  # read the tensor itself: its index says which rows repeat
         of_tile = self.lifted[user].kind is Kind.TILE or self.lifted[user].rule.role in _REDUCES
-        read = self._read(node, shape, of_tile)
-        key = (read.node, read.kind, read.index)
+        if user in self.orders:
+            read = self._read_moved(node, shape, self.orders[user])
+        else:
+            read = self._read(node, shape, of_tile)
+        key = (read.node, read.kind, read.index, len(read.lead))
         if key not in self.operands:
             prefix = {Kind.TILE: "x", Kind.ROW: "r", Kind.COL: "w", Kind.SCALAR: "a"}[read.kind]
             name = f"{prefix}{sum(o.kind is read.kind for o in self.operands.values())}"
@@ -288,6 +301,28 @@ class _Builder:
         if kind is Kind.ROW and of_tile:
             index = (*index, "0")
         return Read(node, kind, index, False, tuple(lead), of_tile)
+
+    def _read_moved(self, node: fx.Node, shape: list[Any], order: RowOrder) -> Read:
+        """How `node`, broadcast to `shape` on the other side of a move, is indexed by the region's row and column."""
+        own, lead = list(val(node).shape), list(order.lead)
+        if all(same_size(d, 1) for d in own[:-1]):
+            return self._read(node, shape, True)
+        index = self._moved_index(order)
+        if _same_shape(own, shape) and same_size(math.prod(own[:-1]), self.space.rows):
+            regrouped = () if _same_shape(own[:-1], lead) else order.lead
+            return Read(node, Kind.TILE, index, False, order.lead, True, order, regrouped)
+        if not _same_shape(shape[:-1], lead):
+            raise Unsupported(f"{node.name} repeats over rows {tuple(shape[:-1])} that are moved as {order.lead}")
+        pad = len(shape) - len(own)
+        index = tuple("0" if same_size(d, 1) else index[pad + i] for i, d in enumerate(own[:-1]))
+        kind = Kind.TILE if same_size(own[-1], self.space.cols) else Kind.ROW
+        return Read(node, kind, index if kind is Kind.TILE else (*index, "0"), False, order.lead, True, order)
+
+    def _moved_index(self, order: RowOrder) -> tuple[str, ...]:
+        """The row-index expressions, one per leading dimension, of a full tile whose rows are moved."""
+        own = list(order.own)
+        indices = self._indices(own, own, [])
+        return tuple(indices[order.order.index(i)] for i in range(len(own)))
 
     def _read_full_tile(self, node: fx.Node, lead: list[Any]) -> Read:
         if collapses(val(node)):

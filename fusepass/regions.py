@@ -2,7 +2,8 @@
 
 Nodes join a region when they share a space and a depth (see `lift`) and one reads the other. Because every barrier adds
 one to the depth, no path leaves such a set and comes back: regions are convex. A weight or an input tile that two sets
-both read does not join them. `region_program` writes each set's program.
+both read does not join them; a move of the rows between them does so only where `moves` says. `region_program` writes
+each set's program.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import fx
 
 from ._torch_compat import same_size
-from .lift import Lifted, same_space
+from .lift import Lifted, is_move, same_space
+from .moves import join_moved
 from .row_program import Kind
 from .rules import CASTS, Role, val
 
@@ -44,6 +46,7 @@ def find_regions(lifted: dict[fx.Node, Lifted]) -> list[list[fx.Node]]:
     for node in lifted:
         groups[root(node)].append(node)
     _join_readers(groups, lifted)
+    join_moved(groups, lifted)
     chosen = [g for g in groups.values() if _has(g, Role.REDUCTION, lifted) or _sums_own_tile(g, lifted)]
     taken = {n for g in chosen for n in g}
     found = []
@@ -122,7 +125,8 @@ def _is_later(reader: fx.Node, first: int, last: int, lifted: dict[fx.Node, Lift
 
 def _joined(source: Lifted, user: Lifted) -> bool:
     """Whether the value of one liftable node enters the other row by row. A column sum enters nothing of its depth."""
-    return source.kind is not Kind.COL and same_space(source.space, user.space)
+    moved = is_move(source) or is_move(user)
+    return source.kind is not Kind.COL and not moved and same_space(source.space, user.space)
 
 
 def _is_full_tile(source: fx.Node, user: Lifted) -> bool:

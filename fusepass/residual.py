@@ -13,14 +13,13 @@ from torch import fx
 
 from ._torch_compat import BatchNorm, same_size
 from .provenance import is_made_by
-from .rules import CASTS, VIEWS, reduced_dims, val
+from .rules import CASTS, MOVES, VIEWS, reduced_dims, val
 
 aten = torch.ops.aten
 
 RESIDUAL_MARK = "fusepass_residual"
 """In a node's meta: whether the norm that the node belongs to has a residual sum in front of it."""
 
-_MOVES = frozenset({aten.permute.default, aten.transpose.int})
 _FACTORS = frozenset(
     {
         aten.mul.Tensor,
@@ -57,7 +56,7 @@ def look_back(node: fx.Node) -> list[fx.Node]:
 def _inner(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    if node.target in VIEWS | CASTS | _MOVES:
+    if node.target in VIEWS | CASTS | MOVES:
         return node.args[0]
     if node.target in _FACTORS:
         operands = [a for a in node.args[:2] if isinstance(a, fx.Node) and not _is_vector(a, node)]

@@ -86,7 +86,8 @@ class _Edit:
         ins = [self._operand(read, node) for read, node in self.reads]
         sizes = [self.size(s) for s in region.sizes.values()]
         dying = frozenset(i for i, (_, node) in enumerate(self.reads) if self._dies(node))
-        outs = lower(self.call, KernelCall(region.program, rows, ins, sizes, self.planned.device, dying))
+        leads = [[self.size(d) for d in region.orders[n].lead] if n in region.orders else [rows] for n in region.writes]
+        outs = lower(self.call, KernelCall(region.program, rows, ins, sizes, self.planned.device, leads, dying))
         self.kernel = outs[0].args[0]  # type: ignore[assignment]
         self.kernel.meta["fusepass"] = region.program.digest
         return [self._as_before(new, old) for new, old in zip(outs, region.writes, strict=True)]
@@ -124,6 +125,8 @@ class _Edit:
     def _operand(self, read: Read, node: fx.Node) -> fx.Node:
         if node.target is torch.ops.prims.inductor_lookup_seed.default:
             return self.call(aten.select.int, node.args[0], 0, node.args[1])  # a view: it needs no kernel of its own
+        if read.lead:
+            return self.call(aten.reshape.default, node, [*map(self.size, read.lead), self.region.space.cols])
         shape = [-1, self.region.space.cols] if read.kind is Kind.TILE else [-1]
         if not read.flatten or val(node).ndim == len(shape):
             return node

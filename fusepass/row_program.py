@@ -225,6 +225,11 @@ def index_terms(expr: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     return tuple(m["div"].split("*")) if m["div"] else (), tuple(m["mod"].split("*")) if m["mod"] else ()
 
 
+def bracketed(expr: str) -> str:
+    """A row-index expression with brackets around products, as Python and C++ need them."""
+    return re.sub(r"(//|%) (\w+(?:\*\w+)+)", r"\1 (\2)", expr)
+
+
 def _dtype(name: str, line: str) -> torch.dtype:
     if name not in DTYPES:
         raise ProgramError(f"dtype {name!r} is not one of {', '.join(DTYPES)}: {line!r}")

@@ -32,6 +32,7 @@ class Role(enum.Enum):
     REDUCTION = "reduction"
     COLUMN_SUM = "column sum"
     VIEW = "view"  # another shape of the same values
+    MOVE = "move"  # the same rows in another order
     PROJECT = "project"  # one of the several results of a reduction
 
 
@@ -287,7 +288,23 @@ def _emit_getitem(emit: Emit, node: fx.Node, args: Sequence[Any]) -> Any:
     return args[0][args[1]]
 
 
+def move_order(node: fx.Node) -> list[int]:
+    """For each dimension of a permuted or transposed tensor, the dimension that it is of the original."""
+    ndim = val(node).ndim
+    if node.target is aten.permute.default:
+        return [d % ndim for d in node.args[1]]  # type: ignore[union-attr]
+    order = list(range(ndim))
+    a, b = (int(d) % ndim for d in node.args[1:])  # type: ignore[arg-type]
+    order[a], order[b] = b, a
+    return order
+
+
+def _keeps_last_dim(node: fx.Node) -> bool:
+    return val(node).ndim > 2 and move_order(node)[-1] == val(node).ndim - 1
+
+
 _VIEW = Rule(Role.VIEW, _emit_view)
+_MOVE = Rule(Role.MOVE, _emit_view, _keeps_last_dim)
 _CAST = Rule(Role.POINTWISE, _emit_cast, _keeps_device)
 
 COMPARISONS: dict[Any, str] = {
@@ -344,6 +361,8 @@ _SINGLE: dict[Any, Rule] = {
     aten.squeeze.dims: _VIEW,
     aten.squeeze.default: _VIEW,
     aten.expand.default: _VIEW,
+    aten.permute.default: _MOVE,
+    aten.transpose.int: _MOVE,
     aten.alias.default: _VIEW,
     aten.detach.default: _VIEW,
     aten.clone.default: _VIEW,
@@ -362,4 +381,5 @@ def _targets(role: Role) -> frozenset[Any]:
 
 REDUCTIONS: frozenset[Any] = _targets(Role.REDUCTION)
 VIEWS: frozenset[Any] = _targets(Role.VIEW)
+MOVES: frozenset[Any] = _targets(Role.MOVE)
 CASTS: frozenset[Any] = frozenset({prims.convert_element_type.default, aten._to_copy.default})

@@ -17,7 +17,8 @@ from torch import fx
 
 from ._torch_compat import no_dispatch_modes, same_size, size_text
 from .kernels.reference import evaluate, row_indices, uniform
-from .lift import Lifted
+from .lift import Lifted, is_move
+from .moves import RowOrder
 from .region_program import Read, Region
 from .row_program import Kind, Operand, RowProgram
 from .rules import CASTS, VIEWS, Role, eager_arguments, is_random, random_op, val
@@ -77,9 +78,18 @@ def _index_is_right(read: Read, operand: Operand, region: Region) -> bool:
     own = list(val(read.node).shape)
     lead = own[:-1] if read.of_tile else own
     shape = [1 if same_size(d, 1) else r for d, r in zip(lead, rows[len(rows) - len(lead) :], strict=True)]
+    if read.lead:
+        shape = rows
     numbers = torch.arange(math.prod(shape)).reshape(shape)
     index = row_indices(operand.index, math.prod(rows), sizes, torch.device("cpu"))
-    return bool(torch.equal(numbers[index[: len(shape)]], numbers.expand(rows).reshape(-1)))
+    return bool(torch.equal(numbers[index[: len(shape)]], _in_order(numbers.expand(rows), read.order).reshape(-1)))
+
+
+def _in_order(tensor: torch.Tensor, order: RowOrder | None) -> torch.Tensor:
+    """A tensor of another row order, in the region's own."""
+    if order is None:
+        return tensor
+    return tensor.permute(*order.order, *range(len(order.order), tensor.ndim))
 
 
 def _concrete(size: Any, stand_in: dict[str, int]) -> int:
@@ -98,27 +108,34 @@ class _Shrunk:
     """
 
     def __init__(self, region: Region, lifted: dict[fx.Node, Lifted], *, full: bool = False) -> None:
-        tiles = [val(n) for n in region.nodes if lifted[n].kind is Kind.TILE and isinstance(val(n), torch.Tensor)]
+        members = [n for n in region.nodes if n not in region.orders and not is_move(lifted[n])]
+        tiles = [val(n) for n in members if lifted[n].kind is Kind.TILE and isinstance(val(n), torch.Tensor)]
         tiles = [t for t in tiles if same_size(math.prod(t.shape[:-1]), region.space.rows)] or [val(region.tile)]
         finest = max(tiles, key=lambda t: sum(not same_size(d, 1) for d in t.shape[:-1]))
         self.atoms = [d for d in finest.shape[:-1] if not same_size(d, 1)]
-        self.small = [2 + i % 2 for i in range(len(self.atoms))]
+        # One tensor read in two orders needs equal sizes for both; elsewhere unequal ones tell more.
+        self.small = [3 if region.orders else 2 + i % 2 for i in range(len(self.atoms))]
         self.rows = math.prod(self.small)
         self.full = full
         if full:
             self.rows = int(region.space.rows)
 
-    def dims(self, shape: Sequence[Any]) -> list[int]:
+    def dims(self, shape: Sequence[Any], order: RowOrder | None = None) -> list[int]:
         """The small counterpart of the row part of a shape. Raises ValueError where it is no grouping of the atoms."""
         if self.full:
             return [int(d) for d in shape]
+        atoms, smalls = self.atoms, self.small
+        if order is not None:
+            own = self.dims(order.own)
+            moved = [(d, own[order.order.index(i)]) for i, d in enumerate(order.lead) if not same_size(d, 1)]
+            atoms, smalls = [d for d, _ in moved], [small for _, small in moved]
         result, at = [], 0
         for d in shape:
             size, small = 1, 1
             while not same_size(size, d):
-                if at == len(self.atoms):
-                    raise ValueError(f"rows {tuple(shape)} do not follow from {tuple(self.atoms)}")
-                size, small, at = size * self.atoms[at], small * self.small[at], at + 1
+                if at == len(atoms):
+                    raise ValueError(f"rows {tuple(shape)} do not follow from {tuple(atoms)}")
+                size, small, at = size * atoms[at], small * smalls[at], at + 1
             result.append(small)
         return result
 
@@ -132,7 +149,7 @@ def _check_values(region: Region, lifted: dict[fx.Node, Lifted]) -> Rejection | 
     shrunk = _Shrunk(region, lifted)
     try:
         values, ins = _inputs_and_values(region, lifted, shrunk)
-    except ValueError as e:
+    except (ValueError, RuntimeError) as e:  # no grouping of the atoms, or shapes that match only at their true size
         rows = region.space.rows
         if not isinstance(rows, int) or rows * region.space.cols > _MOST_ELEMENTS:
             return Rejection(Reason.VALIDATION_FAILED, f"the nodes cannot be run on small inputs: {e}")
@@ -140,7 +157,10 @@ def _check_values(region: Region, lifted: dict[fx.Node, Lifted]) -> Rejection | 
         values, ins = _inputs_and_values(region, lifted, shrunk)
     outputs = evaluate(_flat(region.program), shrunk.rows, ins, fp64=True)
     for node, ours in zip(region.writes, outputs, strict=True):
-        theirs = values[node].double().reshape(ours.shape)
+        theirs = values[node].double()
+        if node in region.orders and not region.is_col_sum(node):
+            theirs = _flat_tile(theirs, region.orders[node], shrunk)
+        theirs = theirs.reshape(ours.shape)
         scale = float(theirs.abs().nan_to_num(0, 0, 0).amax()) if theirs.numel() else 0.0
         if not torch.allclose(ours, theirs, rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * scale, equal_nan=True):
             worst = float((ours - theirs).abs().nan_to_num(math.inf).amax())
@@ -167,12 +187,18 @@ def _flat(program: RowProgram) -> RowProgram:
 def _flat_input(small: torch.Tensor, read: Read, region: Region, shrunk: _Shrunk) -> torch.Tensor:
     if read.kind in (Kind.COL, Kind.SCALAR):
         return small
-    lead = shrunk.dims(read.rows)
+    lead = shrunk.dims(read.rows, read.order)
     if read.kind is Kind.TILE:
-        return small.expand(*lead, region.space.cols).reshape(-1, region.space.cols)
+        full = small.reshape(*lead, -1) if read.lead else small.expand(*lead, region.space.cols)
+        return _in_order(full, read.order).reshape(-1, region.space.cols)
     if read.of_tile:  # its last dimension is one
         small = small.squeeze(-1)
-    return small.expand(*lead).reshape(-1)
+    return _in_order(small.expand(*lead), read.order).reshape(-1)
+
+
+def _flat_tile(small: torch.Tensor, order: RowOrder, shrunk: _Shrunk) -> torch.Tensor:
+    """A member of another row order as (rows, cols), in the region's own."""
+    return _in_order(small.reshape(*shrunk.dims(order.lead, order), -1), order).reshape(-1, small.shape[-1])
 
 
 def _run_nodes(region: Region, lifted: dict[fx.Node, Lifted], shrunk: _Shrunk) -> dict[fx.Node, Any]:
@@ -181,10 +207,10 @@ def _run_nodes(region: Region, lifted: dict[fx.Node, Lifted], shrunk: _Shrunk) -
     values: dict[fx.Node, Any] = {}
     for node in region.nodes:
         for source in node.all_input_nodes:
-            if source not in values:
+            if source not in values and isinstance(val(source), torch.Tensor):
                 _make_input(source, node, values, shrunk, region, lifted, generator)
         literal_args, kwargs = eager_arguments(node)
-        args: Any = fx.node.map_arg(literal_args, lambda n: values[n])
+        args: Any = fx.node.map_arg(literal_args, values.get)
         if node.target in CASTS:
             values[node] = args[0].double()
         elif is_random(node):
@@ -206,11 +232,11 @@ def _small_shape(node: fx.Node, shrunk: _Shrunk, region: Region, lifted: dict[fx
         return shape
     if node in region.repeated:
         tile = region.repeated[node]
-        return shrunk.aligned(shape, tile, [*shrunk.dims(tile[:-1]), tile[-1]])
+        return shrunk.aligned(shape, tile, [*shrunk.dims(tile[:-1], region.orders.get(node)), tile[-1]])
     if not same_size(math.prod(shape[:-1]), region.space.rows) and not same_size(tensor.numel(), region.space.rows):
         return shape  # a per-column value
     if lifted[node].kind is Kind.TILE and lifted[node].rule.role is not Role.REDUCTION:
-        return [*shrunk.dims(shape[:-1]), shape[-1]]
+        return [*shrunk.dims(shape[:-1], region.orders.get(node)), shape[-1]]
     return shrunk.dims(shape)
 
 
@@ -227,7 +253,7 @@ def _make_input(
     reduces = lifted[user].rule.role in (Role.REDUCTION, Role.COLUMN_SUM)
     if lifted[user].rule.role is Role.VIEW or reduces:
         of_tile = lifted[user].kind is Kind.TILE or reduces
-        shape = [*shrunk.dims(own[:-1]), own[-1]] if of_tile else shrunk.dims(own)
+        shape = [*shrunk.dims(own[:-1], region.orders.get(user)), own[-1]] if of_tile else shrunk.dims(own)
     else:
         full = list(val(user).shape)
         shape = shrunk.aligned(own, full, _small_shape(user, shrunk, region, lifted))

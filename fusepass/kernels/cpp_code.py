@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from ..row_ops import GENERATORS, POINTWISE
-from ..row_program import Kind, Output, RowProgram, Statement
+from ..row_program import Kind, Output, RowProgram, Statement, bracketed
 from .cpp_placement import Placement
 from .cpp_statements import (
     C_TYPE,
@@ -71,7 +71,7 @@ def _row_offset(name: str, index: tuple[str, ...]) -> str:
     terms = []
     for k, expr in enumerate(index):
         if expr != "0":
-            text = re.sub(r"[a-z]\w*", lambda m: "row" if m[0] == "row" else f"a.{c_name(m[0])}", expr)
+            text = re.sub(r"[a-z]\w*", lambda m: "row" if m[0] == "row" else f"a.{c_name(m[0])}", bracketed(expr))
             text = text.replace("//", "/")  # which begins a comment in C++
             terms.append(f"{text} * a.{name}_stride{k}" if text == "row" else f"({text}) * a.{name}_stride{k}")
     return " + ".join(terms) or "0"

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import KernelError
-from ..row_program import Kind, RowProgram, parse
+from ..row_program import Kind, RowProgram, bracketed, parse
 from . import cpp_build, reference
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class _Slot:
 
 def _extent(expr: str, sizes: Sequence[str]) -> Callable[..., int]:
     """`(rows, *sizes) -> int`: how long a dimension has to be to be indexed by `expr` for every row."""
-    quotient, _, modulus = expr.partition(" % ")
+    quotient, _, modulus = bracketed(expr).partition(" % ")
     last = quotient.replace("row", "(rows - 1)") + " + 1"
     bound = f"min({last}, {modulus})" if modulus else "1" if expr == "0" else last
     text = f"lambda {', '.join(['rows', *sizes])}: {bound} if rows else 0"  # of verified names and numbers

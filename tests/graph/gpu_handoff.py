@@ -28,6 +28,11 @@ def with_position(x: Any, p: Any, w: Any) -> Any:
     return F.layer_norm(x + p, (x.shape[-1],), w)
 
 
+def moved(x: Any, r: Any, w: Any) -> Any:
+    s = x + r
+    return s, F.rms_norm(s.transpose(0, 1), (s.shape[-1],), w, 1e-6)
+
+
 def two_sites(x: Any, r: Any, w: Any) -> Any:
     s = x + r
     s2 = s + torch.mm(F.rms_norm(s, (s.shape[-1],), w, 1e-6), w.expand(w.shape[0], -1))
@@ -43,6 +48,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "residual 4x512x1000": (residual, (zeros(4, 512, 1000), zeros(4, 512, 1000), zeros(1000))),
     "position": (with_position, (zeros(2, 512, 1024), zeros(1, 512, 1024), zeros(1024))),
     "strided": (residual, (zeros(2048, 64).t()[:, ::2], zeros(64, 1024), zeros(1024))),
+    "moved": (moved, (zeros(512, 8, 1024), zeros(512, 8, 1024), zeros(1024))),
     "two sites": (two_sites, (zeros(256, 512), zeros(256, 512), zeros(512))),
 }
 

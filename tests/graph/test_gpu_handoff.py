@@ -19,7 +19,7 @@ def lowered() -> dict[str, Any]:
     return dict(json.loads(run.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("case", ["residual 8192x4096", "residual 4x512x1000", "position", "strided"])
+@pytest.mark.parametrize("case", ["residual 8192x4096", "residual 4x512x1000", "position", "strided", "moved"])
 def test_one_launch_and_nothing_else(lowered: dict[str, Any], case: str) -> None:
     got = lowered[case]
     assert len(got["launches"]) == 1

@@ -76,7 +76,10 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Reason]] = {
     "a gate is no residual": (lambda x, r: F.rms_norm(x * r, (D,)), Reason.NO_RESIDUAL),
     "a difference is no residual": (lambda x, r: F.rms_norm(x - r, (D,)), Reason.NO_RESIDUAL),
     "the sum is sorted before the norm": (lambda x, r: F.rms_norm((x + r).sort(-1).values, (D,)), Reason.NO_RESIDUAL),
-    "a permuted sum": (lambda x, r: F.rms_norm((x + r).transpose(0, 1), (D,)), Reason.SUM_OUTSIDE_REGION),
+    "a sum whose columns become rows": (
+        lambda x, r: F.rms_norm((x + r).transpose(1, 2).contiguous(), (x.shape[1],)),
+        Reason.SUM_OUTSIDE_REGION,
+    ),
     "rms norm over the first dimension": (
         lambda x, r: (x + r) * torch.rsqrt((x + r).pow(2).mean(0, keepdim=True) + 1e-6),
         Reason.NOT_LAST_DIM,

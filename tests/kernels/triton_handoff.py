@@ -83,7 +83,7 @@ class GraphOfKernels:
             with self.mode:
                 value = torch.empty(shapes[o.kind], dtype=o.dtype, device=DEVICE)
             ins.append(self._input(f"{o.name}_{number}", value))
-        return lower(self.call, KernelCall(program, self.rows, ins, [], DEVICE))
+        return lower(self.call, KernelCall(program, self.rows, ins, [], DEVICE, [[self.rows]] * len(program.outputs)))
 
 
 def lowered(rows: int | None, texts: tuple[str, ...]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ STAGES = (
     "graph_pass",
     "rules",
     "lift",
+    "moves",
     "regions",
     "region_program",
     "patterns.layer_norm",
