@@ -13,8 +13,10 @@ from torch import fx
 from . import provenance
 from .errors import ExpectationError, StrictError
 from .graph_pass import GraphPass
+from .kernels import ops
 from .kernels.source import source
 from .lift import Lifted, first_mutation, lift
+from .merge import merge_equal
 from .options import Options, resolve
 from .plan import Plan, PlannedRegion, Verdict, make_plan, unnormed_sums
 from .region_program import Region, Unsupported, build_region
@@ -64,9 +66,9 @@ class FusePass(GraphPass):
         kind = provenance.graph_kind(graph)
         self._dump(f"{kind}-before", graph)
         try:
-            lifted = lift(graph)
-            regions, refused = self._build_regions(find_regions(lifted), lifted, first_mutation(graph))
-            plan = make_plan(graph, lifted, regions, refused)
+            lifted, plan = self._analyse(graph)
+            if merge_equal(graph, {n for p in plan.regions if p.fuse for n in p.region.nodes}):
+                lifted, plan = self._analyse(graph)
             quiet = unnormed_sums(graph, plan)
         except Exception as e:
             self._meet_expectation(kind, [], f"\n{self._fault('analysing a graph', e).detail}")
@@ -79,11 +81,17 @@ class FusePass(GraphPass):
                 rejection = self._rewrite(rewriter, planned)
             sites += [_site(v, kind, planned, rejection) for v in planned.verdicts]
         rewriter.finish()
+        self._await_kernels(kind, rewriter.done)
         sites += [_site(v, kind, None, None) for v in plan.others]
         self._dump(f"{kind}-after", graph)
         self._dump_kernels(p for p, _ in checked)
         self._tell(kind, sites, plan, quiet)
         self._meet_expectation(kind, sites)
+
+    def _analyse(self, graph: fx.Graph) -> tuple[dict[fx.Node, Lifted], Plan]:
+        lifted = lift(graph)
+        regions, refused = self._build_regions(find_regions(lifted), lifted, first_mutation(graph))
+        return lifted, make_plan(graph, lifted, regions, refused)
 
     def _build_regions(
         self, node_sets: list[list[fx.Node]], lifted: dict[fx.Node, Lifted], mutation: fx.Node | None
@@ -120,6 +128,15 @@ class FusePass(GraphPass):
         except Exception as e:
             return self._fault(f"rewriting {planned.verdicts[0].node.name}", e)
         return None
+
+    def _await_kernels(self, kind: str, done: Iterable[PlannedRegion]) -> None:
+        """Under `fusepass.strict`, a C++ kernel that cannot be built is a fault, and not slow torch operations."""
+        for planned in done if self.options.strict else ():
+            try:
+                if planned.device.type == "cpu":
+                    ops.built(str(planned.region.program))
+            except Exception as e:
+                self.fault(f"building a kernel of the {kind} graph", e)
 
     def _mismatch(self, rejection: Rejection) -> Rejection:
         if self.options.strict:

@@ -41,6 +41,7 @@ class Rewriter:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.replaced: dict[fx.Node, fx.Node] = {}
+        self.done: list[PlannedRegion] = []
 
     def rewrite(self, planned: PlannedRegion) -> fx.Node:
         """Replace the region by a kernel call; return the node that runs it. The graph is unchanged if this raises."""
@@ -56,6 +57,7 @@ class Rewriter:
         for node in reversed(planned.region.nodes):
             if not node.users:
                 self.graph.erase_node(node)
+        self.done.append(planned)
         return edit.kernel
 
     def finish(self) -> None:

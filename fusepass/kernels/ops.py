@@ -43,6 +43,15 @@ def prefetch(program: str) -> None:
             _builds[program] = partial(_raise, error)
 
 
+def built(program: str) -> None:
+    """Wait until the kernel for `program` has been built. Raises what its build raised, which `run` would not."""
+    with _loading:
+        if program not in _launchers:
+            prefetch(program)
+            kernel = _builds[program]()
+            _builds[program] = lambda: kernel
+
+
 def run(program: str, rows: int, ins: Tensors, sizes: Sequence[int], outs: Tensors) -> None:
     """Run `program` on CPU tensors. Raises KernelError, naming the operand, where a tensor does not fit it."""
     (_launchers.get(program) or _load(program))(rows, ins, sizes, outs)

@@ -18,6 +18,7 @@ from torch._inductor.utils import run_and_get_code
 
 import fusepass
 from bench import models
+from fusepass.kernels import ops
 from tests.tolerances import assert_as_accurate_as_eager
 
 D = 64
@@ -194,6 +195,18 @@ def test_automatic_dynamic_keeps_the_sites() -> None:
             x = torch.randn(rows, D)
             torch.testing.assert_close(compiled(x), model(x))
     assert seen == [2, 2]
+
+
+def test_strict_raises_where_a_kernel_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(program: Any) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(ops, "_launchers", {})
+    monkeypatch.setattr(ops, "_builds", {})
+    monkeypatch.setattr(ops.cpp_build, "start", no_compiler)
+    compiled = torch.compile(lambda x: nn.functional.rms_norm(x + x.flip(0), (D,)), backend="fusepass", options=STRICT)
+    with pytest.raises(Exception, match="building a kernel of the inference graph failed: RuntimeError: no C"):
+        compiled(torch.randn(4, D))
 
 
 def test_a_model_without_sites_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -98,6 +98,17 @@ def site_of(norm: Callable[..., Tensor], how: str = "plain") -> Site:
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=lambda f: f.__name__)
+def test_symbolic_rows(norm: Callable[..., Tensor]) -> None:
+    args = inputs(3, 5)
+    for tensor in args[:2]:
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(tensor, dim)
+    captured = check(site_of(norm), args)
+    placeholders = [n for g in captured.after for n in g.graph.nodes if n.op == "placeholder"]
+    assert any(isinstance(val(n), torch.SymInt) for n in placeholders)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda f: f.__name__)
 def test_spelling_of_the_norm(norm: Callable[..., Tensor]) -> None:
     captured = check(site_of(norm), inputs(2, 3))
     (row,) = [s for s in captured.sites if s.graph == "backward"]

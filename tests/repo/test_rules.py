@@ -43,6 +43,7 @@ STAGES = (
     "residual",
     "cost",
     "plan",
+    "merge",
     "joint_pass",
     "validate",
     "lower",
