@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ __all__ = [
     "MUST_BE_IN_BACKWARD",
     "BatchNorm",
     "CustomGraphPass",
+    "PlacedTensor",
     "auto_functionalized_v2",
+    "call_directly",
     "chain_passes",
     "cpp_compiler_version",
     "detect_fake_mode",
     "fresh_compile",
     "has_fp8",
+    "in_the_pool",
     "inductor",
     "inductor_config",
     "isolated_trace",
@@ -146,6 +150,72 @@ def start_cpp_build(argument_types: Sequence[str], source: str) -> Callable[[], 
         load = CppPythonBindingsCodeCache.load_pybinding_async
         wait: Callable[[], Callable[..., None]] = load(list(argument_types), source, submit_fn=submit)
     return wait
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor in a module that Inductor writes: the text that refers to it, its dtype, sizes and strides."""
+
+    text: str
+    dtype: torch.dtype
+    size: Sequence[Any]
+    stride: Sequence[Any]
+
+
+def call_directly(op: str, import_line: str, describe: Callable[..., tuple[str, str, list[Any]] | None]) -> None:
+    """Let Inductor's Python modules call something else in place of a custom op (tried on torch 2.13).
+
+    `describe` gets the op's arguments, tensors as `PlacedTensor`; it returns a name, the expression that defines it
+    (written once), and the arguments of the call. Where it returns None the op is called. C++ wrappers, Inductor's
+    profiling of CPU kernels, and versions of torch without this registry call the op too.
+    """
+    try:
+        from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
+        from torch._inductor.codegen.wrapper import ExternKernelAllocLine
+        from torch._inductor.virtualized import V
+    except ImportError:
+        return
+
+    def write(node: Any, writeline: Callable[[Any], None]) -> None:
+        wrapper = V.graph.wrapper_code
+        args, _ = node.unflatten_args(node.inputs, node.constant_args)
+        as_placed = [[_placed(t) for t in a] if _holds_tensors(a) else a for a in args]
+        call = None if V.graph.fx_wrapper or inductor_config.cpp.enable_kernel_profile else describe(*as_placed)
+        if call is None:
+            writeline(ExternKernelAllocLine(wrapper, node))
+            return
+        name, definition, arguments = call
+        wrapper.add_import_once(import_line)
+        defined = wrapper.__dict__.setdefault("_fusepass_defined", set())
+        if name not in defined:
+            defined.add(name)
+            wrapper.define_kernel(name, definition, gpu=False)
+        texts = (a if isinstance(a, str) else wrapper.val_to_arg_str(a) for a in arguments)
+        writeline(f"{name}({', '.join(texts)})")
+
+    CUSTOM_EXTERN_KERNEL_CODEGEN[op] = CustomCodegen(python=write)
+
+
+def _holds_tensors(argument: Any) -> bool:
+    return isinstance(argument, (list, tuple)) and any(hasattr(a, "codegen_reference") for a in argument)
+
+
+def _placed(tensor: Any) -> PlacedTensor:
+    from torch._inductor.ir import ReinterpretView
+
+    base = tensor
+    while isinstance(base, ReinterpretView) and base.get_layout().offset == 0:  # a view of the same memory: no object
+        base = base.data
+    text = base.codegen_reference()
+    return PlacedTensor(text, tensor.get_dtype(), tensor.get_size(), tensor.get_stride())
+
+
+def in_the_pool(wait: Callable[[], Any]) -> Any:
+    """What a module that Inductor writes may hold in place of a kernel that is being built (tried on torch 2.13)."""
+    from torch._inductor.async_compile import get_compile_threads
+    from torch._inductor.codecache import LambdaFuture
+
+    return LambdaFuture(wait) if get_compile_threads() > 1 else wait()
 
 
 def cpp_compiler_version() -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._torch_compat import auto_functionalized_v2
-from .kernels import ops
+from ._torch_compat import auto_functionalized_v2, inductor_config
+from .kernels import ops, wrapper_call
 from .kernels.cpp_placement import overwritable
 from .row_program import Kind, RowProgram
 
@@ -59,13 +59,15 @@ def _new_output(call: Call, kernel: KernelCall, number: int) -> fx.Node:
 
 
 def _lower_cpp(call: Call, kernel: KernelCall) -> list[fx.Node]:
-    text = str(kernel.program)
+    # Inductor's C++ wrapper copies strings into its source as they are.
+    text = kernel.program.one_line if inductor_config.cpp_wrapper else str(kernel.program)
     outs: list[fx.Node] = []
     free = set(kernel.dying)
     for number, candidates in enumerate(overwritable(kernel.program)):
         over = next((i for i in candidates if i in free), None)
         free.discard(over)
         outs.append(_new_output(call, kernel, number) if over is None else kernel.ins[over])
+    wrapper_call.register()
     ops.prefetch(text)
     fused = call(
         auto_functionalized_v2,

@@ -25,7 +25,7 @@ is a scalar that seeds random numbers; `i8`, `e4m3` and `e5m2` are what a cast s
 sum (`c: col bf16 = col_sum(t)`) adds up all rows in FP32 and rounds once; it is an output, never an argument. The
 bracket after an operand or output has one row-index expression for each leading dimension of the tensor: element (row,
 col) of `x1` is `x1[0, row % 128, col]`. An expression is a number or `row`, optionally `// divisor` and `% modulus`,
-where divisors are numbers, names of `sizes`, or products.
+where divisors are numbers, names of `sizes`, or products. A semicolon may stand for a line break.
 """
 
 from __future__ import annotations
@@ -151,6 +151,11 @@ class RowProgram:
     def n_phases(self) -> int:
         return max(self.phases.values(), default=0) + 1
 
+    @property
+    def one_line(self) -> str:
+        """The text without line breaks, for where a string may have none. `parse` reads it too."""
+        return self._text.replace("\n", "; ")
+
     @cached_property
     def _text(self) -> str:
         return "\n".join(self._lines())
@@ -197,7 +202,7 @@ _NUMBER = re.compile(r"[-+]?(\d.*|inf|nan)")
 @cache
 def parse(text: str) -> RowProgram:
     """The program that `text` spells, verified. Raises `ProgramError` with the offending line."""
-    lines = [line.strip() for line in text.strip().splitlines()]
+    lines = [line.strip() for line in re.split(r"\n|;", text.strip())]
     head = _HEAD.fullmatch(lines[0])
     if not head:
         raise ProgramError(f"expected 'row_program cols=N [sizes=...]', got {lines[0]!r}")

@@ -56,6 +56,7 @@ def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused kernels are computed by the reference evaluator: many of them would take longer to compile than to test."""
     monkeypatch.setattr(ops, "prefetch", lambda program: None)
     monkeypatch.setattr(ops, "built", lambda program: None)
+    monkeypatch.setattr(ops, "_kernel", lambda program: None)
     monkeypatch.setattr(ops, "_load", lambda program: partial(ops._launch_reference, parse(program)))
 
 

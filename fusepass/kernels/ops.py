@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from .._torch_compat import in_the_pool
 from ..errors import KernelError
 from ..row_program import Kind, RowProgram, bracketed, parse
 from . import cpp_build, reference
@@ -29,14 +30,15 @@ _TAGS = tuple(
     getattr(torch.Tag, name) for name in ("needs_exact_strides", "needs_fixed_stride_order") if hasattr(torch.Tag, name)
 )[:1]
 
-_loading = threading.Lock()
+_loading = threading.RLock()
 _launchers: dict[str, Launcher] = {}
+_kernels: dict[str, cpp_build.Kernel | None] = {}
 _builds: dict[str, Callable[[], cpp_build.Kernel]] = {}
 
 
 def prefetch(program: str) -> None:
     """Start compiling the kernel for `program` in the background. A failure shows when the kernel is first run."""
-    if program not in _launchers and program not in _builds:
+    if program not in _kernels and program not in _builds:
         try:
             _builds[program] = cpp_build.start(parse(program))
         except Exception as error:
@@ -46,10 +48,9 @@ def prefetch(program: str) -> None:
 def built(program: str) -> None:
     """Wait until the kernel for `program` has been built. Raises what its build raised, which `run` would not."""
     with _loading:
-        if program not in _launchers:
+        if _kernels.get(program) is None:
             prefetch(program)
-            kernel = _builds[program]()
-            _builds[program] = lambda: kernel
+            _kernels[program] = _builds.pop(program)()
 
 
 def run(program: str, rows: int, ins: Tensors, sizes: Sequence[int], outs: Tensors) -> None:
@@ -62,25 +63,38 @@ def run_eagerly(program: str, rows: int, ins: Tensors, sizes: Sequence[int], out
     _launch_reference(parse(program), rows, ins, sizes, outs)
 
 
+def loaded(program: str) -> Any:
+    """What calls the kernel with `cpp_code.argument_types`: for modules that Inductor writes, which wait for it.
+
+    Where it cannot be built, plain torch operations take the same arguments.
+    """
+    prefetch(program)
+    return in_the_pool(lambda: _kernel(program) or partial(_run_by_position, parse(program)))
+
+
 def _raise(error: Exception) -> cpp_build.Kernel:
     raise error
 
 
+def _kernel(program: str) -> cpp_build.Kernel | None:
+    """The built kernel; None where there is no compiler, or it fails: slower, but right."""
+    with _loading:
+        if program not in _kernels:
+            try:
+                built(program)
+            except Exception as error:
+                digest = parse(program).digest
+                log.warning("kernel %s could not be built and runs as plain torch operations: %s", digest, error)
+                _kernels[program] = None
+        return _kernels[program]
+
+
 def _load(program: str) -> Launcher:
     with _loading:
-        return _launchers.get(program) or _load_first(program)
-
-
-def _load_first(program: str) -> Launcher:
-    parsed = parse(program)
-    prefetch(program)
-    try:
-        launcher = _cpp_launcher(parsed, _builds.pop(program)())
-    except Exception as error:  # no compiler, or one that fails: slower, but right
-        log.warning("kernel %s could not be built and runs as plain torch operations: %s", parsed.digest, error)
-        launcher = partial(_launch_reference, parsed)
-    _launchers[program] = launcher
-    return launcher
+        if program not in _launchers:
+            parsed, kernel = parse(program), _kernel(program)
+            _launchers[program] = _cpp_launcher(parsed, kernel) if kernel else partial(_launch_reference, parsed)
+        return _launchers[program]
 
 
 # ---- what a tensor has to be ----
@@ -233,6 +247,19 @@ def _launch_reference(program: RowProgram, rows: int, ins: Tensors, sizes: Seque
             target.copy_(result.reshape(target.shape))
         if target.data_ptr() != out.data_ptr():
             out.copy_(target.reshape(out.shape))
+
+
+def _run_by_position(program: RowProgram, _threads: int, rows: int, _cols: int, *rest: Any) -> None:
+    """`_launch_reference` with the arguments of the C++ kernel."""
+    sizes, rest = rest[: len(program.sizes)], rest[len(program.sizes) :]
+    tensors = []
+    in_slots, out_slots = _slots(program)
+    for slot in (*in_slots, *out_slots):
+        size = [extent(rows, *sizes) for extent in slot.extents]
+        size += {Kind.TILE: [program.cols], Kind.COL: [program.cols]}.get(slot.kind, [])
+        base, stride, rest = rest[0], rest[1 : 1 + len(size)], rest[1 + len(size) :]
+        tensors.append(base.as_strided(size, stride, base.storage_offset()))
+    _launch_reference(program, rows, tensors[: len(in_slots)], sizes, tensors[len(in_slots) :])
 
 
 def _do_nothing(program: str, rows: int, ins: Tensors, sizes: Sequence[int], outs: Tensors) -> None:

@@ -34,9 +34,12 @@ def _call(fn: Callable[..., object], *args: Tensor) -> tuple[str, list[str], lis
     for a, b in zip(args, before, strict=True):
         assert torch.equal(a, b), "an input of the user's must not change"
     call = code[0][code[0].index("def call(") :]
-    *_, found = re.finditer(r"row_program_\.default\('.*', \d+, \[(.*)\], \[\], \[(.*)\]\)", call)
-    operands = re.findall(r"\b(?:buf|arg)\d\w*", found[1])
-    return call, operands, re.findall(r"\b(?:buf|arg)\d\w*", found[2])
+    *_, found = re.finditer(r"^ +(fusepass_\w+)\((.*)\)$", call, re.M)
+    program = re.search(rf"^{found[1]} = fusepass_kernel\('''(.*?)'''\)", code[0], re.M | re.S)
+    assert program is not None
+    tensors = re.findall(r"\b(?:buf|arg)\d\w*", found[2])
+    n_operands = program[1].count("\nin ")
+    return call, tensors[:n_operands], tensors[n_operands:]
 
 
 def _mm(x: Tensor, w: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ WIDTHS = [PORTABLE, *sorted({isa.bit_width() for isa in valid_vec_isa_list()})]
 def test_every_instruction_set(simdlen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_launchers", {})
     monkeypatch.setattr(ops, "_builds", {})
+    monkeypatch.setattr(ops, "_kernels", {})
     texts = [
         norm_program("layer_norm", 1000, "bf16", save_stats=True),
         norm_program("rms_norm", 37, "f16"),
@@ -59,6 +60,7 @@ def test_arithmetic_keeps_its_meaning_under_fast_inductor_options(monkeypatch: p
     """alpha * x + r is two roundings, even where the user has allowed Inductor to contract and reassociate."""
     monkeypatch.setattr(ops, "_launchers", {})
     monkeypatch.setattr(ops, "_builds", {})
+    monkeypatch.setattr(ops, "_kernels", {})
     text = norm_program("rms_norm", 768, "f32", alpha=1.1)
     x, r, w = torch.randn(8, 768), torch.randn(8, 768), torch.randn(768)
     outs = [torch.empty(8, 768), torch.empty(8, 768)]

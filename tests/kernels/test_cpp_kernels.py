@@ -370,6 +370,7 @@ def test_opcheck() -> None:
 def test_a_kernel_that_cannot_be_built_runs_eagerly(monkeypatch: pytest.MonkeyPatch, fallbacks: list[str]) -> None:
     monkeypatch.setattr(ops, "_launchers", {})
     monkeypatch.setattr(ops, "_builds", {})
+    monkeypatch.setattr(ops, "_kernels", {})
 
     def no_compiler(program: RowProgram) -> None:
         raise RuntimeError("no C++ compiler")

@@ -48,7 +48,8 @@ out k"""
 def test_the_text_reads_back() -> None:
     program = parse(GOOD)
     assert str(program) == GOOD
-    assert parse(str(program)) == program
+    assert parse(str(program)) == program == parse(program.one_line)
+    assert "\n" not in program.one_line
     assert program.values["s"].dtype == torch.bfloat16
     assert program.statements[0] == Statement("s", "add", ("x", "y"), Kind.TILE, torch.bfloat16)
 

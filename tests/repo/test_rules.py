@@ -72,6 +72,7 @@ KERNEL_STAGES = (
     "kernels.cpp_code",
     "kernels.cpp_build",
     "kernels.ops",
+    "kernels.wrapper_call",
     "kernels.audit",
     "kernels.source",
     "kernels",
