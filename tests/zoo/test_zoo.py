@@ -113,9 +113,12 @@ def test_bfloat16(name: str) -> None:
     check_values(name, "bf16", to(torch.bfloat16, (model, args, kwargs)))
 
 
+DYNAMIC = ["torch/encoder, pre", "torchscale/deepnorm encoder", *FEW[2:6], "hf/granite"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("by_reference")
-@pytest.mark.parametrize("name", ["torch/encoder, pre", "torchscale/deepnorm encoder", *FEW[2:6], "hf/granite"])
+@pytest.mark.parametrize("name", DYNAMIC)
 def test_dynamic_shapes(name: str) -> None:
     """Numbers of the model, such as eps and dropout's factor, may then be tensors in the graph."""
     check_values(name, "dynamic", built(name), dynamic=True)
@@ -147,12 +150,26 @@ def check_gradients(
 @pytest.mark.usefixtures("by_reference")
 @every_model()
 def test_gradients(name: str) -> None:
+    check_training(name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("by_reference")
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_dynamic_gradients(name: str) -> None:
+    captured = check_training(name, dynamic=True)
+    assert sum(s.fused for s in norms(captured, backward=True) if s.residual) == MODELS[name].counts("train")[1]
+    assert any(isinstance(n.meta.get("val"), torch.SymInt) for n in captured.after[-1].graph.nodes)
+
+
+def check_training(name: str, dynamic: bool | None = None) -> Captured:
+    """Counts of the forward, and all gradients; returns both graphs."""
     model, args, kwargs = built(name)
     model.train()  # without any dropout
     captured = Captured()
 
     def run(*a: Any, **k: Any) -> Any:
-        return fuse(lambda *b: model(*b, **k), *a, options=OPTIONS, into=captured).result
+        return fuse(lambda *b: model(*b, **k), *a, options=OPTIONS, into=captured, dynamic=dynamic).result
 
     fused = backward(model, run, args, kwargs)
     eager = backward(model, model, args, kwargs)
@@ -160,6 +177,7 @@ def test_gradients(name: str) -> None:
     exact = backward(double, double, to(torch.float64, args), to(torch.float64, kwargs))
     check_counts(name, "train", captured)
     check_gradients(fused, eager, exact, torch.bfloat16 if "autocast" in name else torch.float32)
+    return captured
 
 
 @pytest.mark.slow
