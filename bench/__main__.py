@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import torch
 
-from . import compile_time, gradient_flow, kernels, traffic, training
+from . import compile_time, gradient_flow, kernels, traffic, training, whole_models
 from .suite import Options, Table
 
 SUITES: dict[str, Callable[[Options], Table]] = {
     "kernels": kernels.run,
+    "models": whole_models.run,
     "compile-time": compile_time.run,
     "traffic": traffic.run,
     "gradient-flow": gradient_flow.run,
@@ -21,6 +22,7 @@ SUITES: dict[str, Callable[[Options], Table]] = {
 }
 MEANINGS = {
     "kernels": "time per site",
+    "models": "whole models, and their kernels other than matmuls and attention",
     "compile-time": "cold, with depth",
     "traffic": "tiles moved on a GPU, counted without one",
     "training": "loss curves of 200 steps against eager and Inductor",

@@ -22,7 +22,7 @@ from .suite import Options, Row, Table
 DIRECTIONS = {"forward": forward_chain.measures, "backward": backward_chain.measures}
 NORMS = ("layer_norm", "rms_norm")
 DTYPES = (torch.float32, torch.bfloat16)
-SHAPES = ((2048, 768), (512, 4096), (4096, 1024))
+SHAPES = ((2048, 768), (512, 4096), (4096, 1024), (512, 768), (8192, 512), (64, 4096))
 
 
 def run(options: Options) -> Table:

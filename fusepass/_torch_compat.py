@@ -166,8 +166,8 @@ def call_directly(op: str, import_line: str, describe: Callable[..., tuple[str, 
     """Let Inductor's Python modules call something else in place of a custom op (tried on torch 2.13).
 
     `describe` gets the op's arguments, tensors as `PlacedTensor`; it returns a name, the expression that defines it
-    (written once), and the arguments of the call. Where it returns None the op is called. C++ wrappers, Inductor's
-    profiling of CPU kernels, and versions of torch without this registry call the op too.
+    (written once), and the arguments of the call. Where it returns None the op is called. C++ wrappers and versions
+    of torch without this registry call the op too. Inductor's profiling of CPU kernels records the call by that name.
     """
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
@@ -180,7 +180,7 @@ def call_directly(op: str, import_line: str, describe: Callable[..., tuple[str, 
         wrapper = V.graph.wrapper_code
         args, _ = node.unflatten_args(node.inputs, node.constant_args)
         as_placed = [[_placed(t) for t in a] if _holds_tensors(a) else a for a in args]
-        call = None if V.graph.fx_wrapper or inductor_config.cpp.enable_kernel_profile else describe(*as_placed)
+        call = None if V.graph.fx_wrapper else describe(*as_placed)
         if call is None:
             writeline(ExternKernelAllocLine(wrapper, node))
             return
@@ -191,7 +191,10 @@ def call_directly(op: str, import_line: str, describe: Callable[..., tuple[str, 
             defined.add(name)
             wrapper.define_kernel(name, definition, gpu=False)
         texts = (a if isinstance(a, str) else wrapper.val_to_arg_str(a) for a in arguments)
-        writeline(f"{name}({', '.join(texts)})")
+        line = f"{name}({', '.join(texts)})"
+        if inductor_config.cpp.enable_kernel_profile:
+            line = f"with torch._C._profiler._RecordFunctionFast({name!r}): {line}"
+        writeline(line)
 
     CUSTOM_EXTERN_KERNEL_CODEGEN[op] = CustomCodegen(python=write)
 

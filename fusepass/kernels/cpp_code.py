@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from ..row_ops import GENERATORS, POINTWISE
-from ..row_program import Kind, Output, RowProgram, Statement, bracketed
+from ..row_program import HALVES, Kind, Output, RowProgram, Statement, bracketed
 from .cpp_placement import Placement
 from .cpp_statements import (
     C_TYPE,
@@ -217,7 +217,7 @@ class _Writer:
                     out.add(f"const {vector(o.dtype)} {c_name(o.name)} = load({c_name(o.name)}_in + c, n);")
             for s in statements:
                 if s.name in needed:
-                    out.add(vector_statement(self.program, s))
+                    out.add(*vector_statement(self.program, s))
             for n in stored:
                 out.add(f"store({c_name(n)}_col + c, {c_name(n)}, n);")
             for i, output in outputs:
@@ -292,7 +292,7 @@ class _Writer:
             out.add(f"RowReduction<{_REDUCTION[s.op]}, {summed}> {c_name(s.name)}_reduction;")
         if reductions:
             out.add("for (int64_t block = 0; block < cols; block += kBlock) {")
-            out.add("for_columns(block, std::min(cols, block + kBlock), [&](int64_t c, auto n) {")
+            out.add("for_columns_by_turns(block, std::min(cols, block + kBlock), [&](int64_t c, auto n, auto turn) {")
         else:
             out.add("for_columns(0, cols, [&](int64_t c, auto n) {")
         out.add(*ahead)
@@ -307,13 +307,15 @@ class _Writer:
         """Declares where the next row lies; returns the statements that prefetch one step of it."""
         out.add("const int64_t next = std::min(row + 1, end - 1);")
         reads = [c_name(o.name) for o in self.program.operands if o.kind is Kind.TILE]
-        writes = [f"out{i}" for i, _ in self.placement.tile_outputs]
-        out.add(*(f"const auto* {name}_next = {name}_at(next);" for name in (*reads, *writes)))
-        return [f"prefetch_read({n}_next + c);" for n in reads] + [f"prefetch_write({n}_next + c);" for n in writes]
+        out.add(*(f"const auto* {name}_next = {name}_at(next);" for name in reads))
+        return [f"prefetch({n}_next + c);" for n in reads]
 
     def _step(self, out: _Lines, loop: int) -> None:
         """What a loop does for one step of columns."""
         computed = self.placement.computed_in(loop)
+        packed = {o.value for _, o in self.placement.outputs_of(loop) if self.dtype(o.value) in HALVES} & {
+            s.name for s in self.program.statements if s.op in POINTWISE
+        }
         statements = [s for s in self.program.statements if s.name in computed]
         for n in self._cols_read_by(s for s in statements if not self.placement.is_reloaded(s.name, loop)):
             out.add(f"const {vector(self.dtype(n))} {c_name(n)} = load({c_name(n)}_col + c, n);")
@@ -324,15 +326,17 @@ class _Writer:
             if self.placement.is_reloaded(s.name, loop):
                 out.add(f"const {vector(s.dtype)} {c_name(s.name)} = load({self._home(s.name)} + c, n);")
                 continue
-            out.add(vector_statement(self.program, s))
+            is_packed = s.name in packed
+            out.add(*vector_statement(self.program, s, is_packed))
             if s.name in self.placement.kept and self.placement.first_loop[s.name] == loop:
                 out.add(f"store({c_name(s.name)}_row + c, {c_name(s.name)}, n);")
         for i, output in self.placement.outputs_of(loop):
-            out.add(f"store(out{i}_row + c, {c_name(output.value)}, n);")
+            value = c_name(output.value)
+            out.add(f"store(out{i}_row + c, {f'{value}_rounded.packed' if output.value in packed else value}, n);")
         for s in self.placement.col_sums_of(loop):
             out.add(f"accumulate({c_name(s.name)}_partial + c, {summand(self.program, s)}, n);")
         for s in self.placement.reductions_of(loop):
-            out.add(f"{c_name(s.name)}_reduction.add({summand(self.program, s)}, n);")
+            out.add(f"{c_name(s.name)}_reduction.add({summand(self.program, s)}, n, turn);")
 
     def _cols_read_by(self, statements: Iterable[Statement]) -> list[str]:
         args = {a for s in statements for a in s.value_args}

@@ -12,12 +12,8 @@ constexpr int64_t kRowBlock = 16;
 
 // Brings the cache lines of one step of columns closer.
 template <typename T>
-FUSEPASS_INLINE void prefetch_read(const T* p) {
+FUSEPASS_INLINE void prefetch(const T* p) {
   for (size_t i = 0; i < kLanes * sizeof(T); i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i, 0);
-}
-template <typename T>
-FUSEPASS_INLINE void prefetch_write(const T* p) {
-  for (size_t i = 0; i < kLanes * sizeof(T); i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i, 1);
 }
 
 // A row whose columns are `stride` apart, as a row of contiguous columns: in place, or copied into `scratch`.
@@ -59,11 +55,22 @@ class Scratch {
 
 // ---- loops ----
 
+// Two steps at a time, of turn 0 and of turn 1, for what would otherwise wait for the step before it.
+template <typename Step>
+FUSEPASS_INLINE void for_columns_by_turns(int64_t begin, int64_t end, const Step& step) {
+  constexpr std::integral_constant<int, 0> kEven;
+  constexpr std::integral_constant<int, 1> kOdd;
+  int64_t c = begin;
+  for (; c + 2 * kLanes <= end; c += 2 * kLanes) {
+    step(c, AllLanes{}, kEven);
+    step(c + kLanes, AllLanes{}, kOdd);
+  }
+  for (; c + kLanes <= end; c += kLanes) step(c, AllLanes{}, kEven);
+  if (c < end) step(c, FirstLanes{static_cast<int>(end - c)}, kEven);
+}
 template <typename Step>
 FUSEPASS_INLINE void for_columns(int64_t begin, int64_t end, const Step& step) {
-  int64_t c = begin;
-  for (; c + kLanes <= end; c += kLanes) step(c, AllLanes{});
-  if (c < end) step(c, FirstLanes{static_cast<int>(end - c)});
+  for_columns_by_turns(begin, end, [&](int64_t c, auto n, auto) __attribute__((always_inline)) { step(c, n); });
 }
 
 // Runs `body(part, first row, last row + 1)` for each part of the rows, each in a thread of its own.
@@ -102,30 +109,48 @@ struct Min {
   static FUSEPASS_INLINE T combine(T a, T b) { return a != a || a < b ? a : b; }
 };
 
-// A reduction of one row: one accumulator per lane within a block of columns, FP64 over lanes and blocks.
+// The lanes of one vector, combined: each half with the other, down to one.
+template <typename Op>
+FUSEPASS_INLINE double combine_lanes(Wide a) {
+#if defined(CPU_CAPABILITY_AVX512)
+  a = Op::combine(a, Wide(_mm512_shuffle_f64x2(a, a, 0x4e)));
+  a = Op::combine(a, Wide(_mm512_permutex_pd(a, 0x4e)));
+  a = Op::combine(a, Wide(_mm512_permute_pd(a, 0x55)));
+  return _mm512_cvtsd_f64(a);
+#else
+  alignas(64) double lanes[Wide::size()];
+  a.store(lanes);
+  for (int n = Wide::size() / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) lanes[i] = Op::combine(lanes[i], lanes[i + n]);
+  }
+  return lanes[0];
+#endif
+}
+
+// A reduction of one row: two accumulators per lane within a block of columns, which take turns so that no step waits
+// for the one before it; FP64 over lanes and blocks.
 template <template <typename> class Op, typename Vector>
 class RowReduction {
   using T = typename Vector::value_type;
-  Vector block_{Op<T>::identity()};
+  Vector block_[2] = {Vector(Op<T>::identity()), Vector(Op<T>::identity())};
   double total_ = Op<double>::identity();
 
  public:
-  FUSEPASS_INLINE void add(const Vector& a, AllLanes) { block_ = Op<T>::combine(block_, a); }
-  FUSEPASS_INLINE void add(const Vector& a, FirstLanes n) {
-    block_ = Op<T>::combine(block_, Vector::set(Vector(Op<T>::identity()), a, n.count));
+  template <int turn>
+  FUSEPASS_INLINE void add(const Vector& a, AllLanes, std::integral_constant<int, turn>) {
+    block_[turn] = Op<T>::combine(block_[turn], a);
+  }
+  template <int turn>
+  FUSEPASS_INLINE void add(const Vector& a, FirstLanes n, std::integral_constant<int, turn>) {
+    block_[turn] = Op<T>::combine(block_[turn], Vector::set(Vector(Op<T>::identity()), a, n.count));
   }
   FUSEPASS_INLINE void end_block() {
-    Doubles wide = to_doubles(block_);
+    Doubles wide = to_doubles(Op<T>::combine(block_[0], block_[1]));
     for (int n = kVectors; n > 0; n /= 2) {
       for (int i = 0; i < n; ++i) wide[i] = Op<double>::combine(wide[i], wide[i + n]);
     }
-    alignas(64) double lanes[Wide::size()];
-    wide[0].store(lanes);
-    for (int n = Wide::size() / 2; n > 0; n /= 2) {
-      for (int i = 0; i < n; ++i) lanes[i] = Op<double>::combine(lanes[i], lanes[i + n]);
-    }
-    total_ = Op<double>::combine(total_, lanes[0]);
-    block_ = Vector(Op<T>::identity());
+    total_ = Op<double>::combine(total_, combine_lanes<Op<double>>(wide[0]));
+    block_[0] = block_[1] = Vector(Op<T>::identity());
   }
   FUSEPASS_INLINE T value() const { return static_cast<T>(total_); }
 };

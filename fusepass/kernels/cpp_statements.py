@@ -57,13 +57,21 @@ def number_statement(program: RowProgram, s: Statement) -> str:
     return f"const {held(s.dtype)} {c_name(s.name)} = {rounded(POINTWISE[s.op].cpp.format(*args), wide, s.dtype)};"
 
 
-def vector_statement(program: RowProgram, s: Statement) -> str:
-    """A statement over the step of columns that begins at column `c` of row `row`."""
+def vector_statement(program: RowProgram, s: Statement, packed: bool = False) -> list[str]:
+    """A statement over the step of columns that begins at column `c` of row `row`.
+
+    With `packed` (a 16-bit value that is stored) it is also at hand as `NAME_rounded.packed`.
+    """
+    name = c_name(s.name)
     if s.op in GENERATORS:
-        return f"const Floats {c_name(s.name)} = {s.op}({c_name(s.value_args[0])}, row * cols + c);"
+        return [f"const Floats {name} = {s.op}({c_name(s.value_args[0])}, row * cols + c);"]
     wide = computed_in(program, s)
     args = [_argument(program, a, wide, Kind.TILE) for a in s.args]
-    return f"const {vector(s.dtype)} {c_name(s.name)} = {rounded(POINTWISE[s.op].cpp.format(*args), wide, s.dtype)};"
+    value = rounded(POINTWISE[s.op].cpp.format(*args), wide, s.dtype)
+    if not packed:
+        return [f"const {vector(s.dtype)} {name} = {value};"]
+    both = value.replace("round_to<", "round_and_pack<", 1)
+    return [f"const auto {name}_rounded = {both};", f"const Floats {name} = {name}_rounded.floats;"]
 
 
 def rounded(value: str, wide: torch.dtype, dtype: torch.dtype) -> str:

@@ -62,6 +62,9 @@ FUSEPASS_INLINE Vectorized<BFloat16> pack_bf16(const Vector& low, const Vector& 
                                                             45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   return _mm512_permutex2var_epi16(_mm512_castps_si512(low), _mm512_load_si512(kUpperHalves), _mm512_castps_si512(high));
 }
+FUSEPASS_INLINE Vector from_bf16(const __m256i& halves) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
 FUSEPASS_INLINE Vector from_bools(const bool* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm512_maskz_mov_ps(_mm_test_epi8_mask(bytes, bytes), _mm512_set1_ps(1));
@@ -159,14 +162,39 @@ FUSEPASS_INLINE Floats to_floats(const Doubles& a) {
 FUSEPASS_INLINE Floats to_floats(const Floats& a) { return a; }
 FUSEPASS_INLINE float to_floats(double a) { return static_cast<float>(a); }
 
-// Rounds to BFloat16 or Half, to nearest and ties to even, and stays in FP32.
+// A step that has been rounded to BFloat16 or Half: as FP32 to compute with, and as it is stored.
+template <typename T>
+struct Rounded {
+  Floats floats;
+  VectorizedN<T, 1> packed;
+};
+
+// Rounds to nearest, ties to even.
+template <typename T>
+FUSEPASS_INLINE Rounded<T> round_and_pack(const Floats& a) {
+  const VectorizedN<T, 1> packed = at::vec::convert<T, 1, float, 2>(a);
+  return {at::vec::convert<float, 2, T, 1>(packed), packed};
+}
+template <>
+FUSEPASS_INLINE Rounded<BFloat16> round_and_pack(const Floats& a) {
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+  // The instruction takes subnormal numbers for zero: a step that has one goes the other way.
+  constexpr int kSubnormal = 0x20;
+  const __mmask16 any = _mm512_fpclass_ps_mask(a[0], kSubnormal) | _mm512_fpclass_ps_mask(a[1], kSubnormal);
+  const __m512i packed = __builtin_expect(any, 0) ? __m512i(pack_bf16(round_bf16(a[0]), round_bf16(a[1])))
+                                                  : __m512i(_mm512_cvtne2ps_pbh(a[1], a[0]));
+  const Floats floats(from_bf16(_mm512_castsi512_si256(packed)), from_bf16(_mm512_extracti64x4_epi64(packed, 1)));
+  return {floats, Vectorized<BFloat16>(packed)};
+#else
+  const Floats floats(round_bf16(a[0]), round_bf16(a[1]));
+  return {floats, pack_bf16(floats[0], floats[1])};
+#endif
+}
+
+template <typename T>
+FUSEPASS_INLINE Floats round_to(const Floats& a) { return round_and_pack<T>(a).floats; }
 template <typename T>
 FUSEPASS_INLINE float round_to(float a) { return static_cast<float>(static_cast<T>(a)); }
-template <typename T>
-FUSEPASS_INLINE Floats round_to(const Floats& a) {
-  if constexpr (std::is_same_v<T, BFloat16>) return Floats(round_bf16(a[0]), round_bf16(a[1]));
-  else return at::vec::convert<float, 2, T, 1>(at::vec::convert<T, 1, float, 2>(a));
-}
 
 // ---- memory ----
 
@@ -183,6 +211,12 @@ template <typename T, typename Lanes>
 FUSEPASS_INLINE Floats load(const T* p, Lanes n) {
   return at::vec::convert<float, 2, T, 1>(load_as<VectorizedN<T, 1>>(p, n));
 }
+#if defined(CPU_CAPABILITY_AVX512)
+FUSEPASS_INLINE Floats load(const BFloat16* p, AllLanes) {
+  const __m256i* halves = reinterpret_cast<const __m256i*>(p);
+  return Floats(from_bf16(_mm256_loadu_si256(halves)), from_bf16(_mm256_loadu_si256(halves + 1)));
+}
+#endif
 FUSEPASS_INLINE Floats load(const bool* p, AllLanes) { return Floats(from_bools(p), from_bools(p + Vector::size())); }
 FUSEPASS_INLINE Floats load(const bool* p, FirstLanes n) {
   bool all[kLanes] = {};
@@ -204,6 +238,8 @@ template <typename Lanes>
 FUSEPASS_INLINE void store(BFloat16* p, const Floats& a, Lanes n) { store_as(p, pack_bf16(a[0], a[1]), n); }
 template <typename Lanes>
 FUSEPASS_INLINE void store(Half* p, const Floats& a, Lanes n) { store_as(p, at::vec::convert<Half, 1, float, 2>(a), n); }
+template <typename T, typename Lanes>
+FUSEPASS_INLINE void store(T* p, const VectorizedN<T, 1>& packed, Lanes n) { store_as(p, packed, n); }
 // To int8_t towards zero, to an FP8 type to nearest.
 template <typename T, typename Lanes>
 FUSEPASS_INLINE void store(T* p, const Floats& a, Lanes n) {

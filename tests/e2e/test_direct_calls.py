@@ -84,11 +84,19 @@ def test_symbolic_rows() -> None:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("options", [{"cpp_wrapper": True}, {"cpp.enable_kernel_profile": True}], ids=str)
-def test_the_op_is_called_elsewhere(options: dict[str, Any]) -> None:
-    """A C++ wrapper calls ops; and so does what is profiled, where the op has a name."""
-    code = code_of(torch.randn(4, D), torch.randn(4, D), torch.randn(D), **options)
+def test_a_cpp_wrapper_calls_the_op() -> None:
+    code = code_of(torch.randn(4, D), torch.randn(4, D), torch.randn(D), cpp_wrapper=True)
     assert "fusepass_kernel" not in code and "row_program_" in code
+
+
+def test_the_profiler_sees_the_kernel() -> None:
+    options = {**STRICT, "cpp.enable_kernel_profile": True}
+    compiled = torch.compile(site, backend="fusepass", options=options)
+    x, r, w = torch.randn(4, D), torch.randn(4, D), torch.randn(D)
+    compiled(x, r, w)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        compiled(x, r, w)
+    assert [len(e.name) for e in recorded.events() if e.name.startswith("fusepass_")] == [len("fusepass_") + 12]
 
 
 def test_a_kernel_that_cannot_be_built_runs_as_torch_operations(
