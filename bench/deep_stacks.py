@@ -69,7 +69,7 @@ class Compiled:
         torch._dynamo.reset()
         self.model = model
         self.graphs: list[GraphReport] = []
-        options = {"fusepass.strict": True, "fx_graph_cache": False}
+        options = {"fusepass.strict": True, "fusepass.profitability": "always", "fx_graph_cache": False}
         backend = partial(fusepass, options=options, listener=self.graphs.append)
         blocks = list(model.blocks)
         pieces = [Segment(blocks[i : i + segment]) for i in range(0, len(blocks), segment)]

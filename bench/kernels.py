@@ -3,7 +3,8 @@
 A compiled function costs tens of microseconds a call before any kernel runs, and one small set of warm buffers flatters
 everybody. So what is timed is a chain of sites in one graph, and what is reported is the slope between a chain of 8 and
 one of 16, run one after the other in every round. `forward_chain` and `backward_chain` say what the chains are; each
-contender moves the same tiles. `copy_us` is one copy of a tile.
+contender moves the same tiles. `copy_us` is one copy of a tile; two copies move as much as a site must, and
+`over_floor` is the fused kernel's time beside theirs. `gb_s` counts the four tiles of a site, whatever is moved.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import backward_chain, forward_chain, timing
+from . import backward_chain, forward_chain, plots, timing
 from .chains import BACKENDS, Point
 from .progress import progress
 from .suite import Options, Row, Table
@@ -38,6 +39,8 @@ def run(options: Options) -> Table:
                 rows.append(_measure(point, options))
     finally:
         torch.set_num_threads(before)
+    if options.plot:
+        plots.bandwidth(rows, options.plot)
     return Table("kernels", rows, _summary(rows))
 
 
@@ -51,7 +54,7 @@ def _grid(options: Options, threads: tuple[int, ...]) -> Iterator[Point]:
 def _measure(point: Point, options: Options) -> Row:
     torch.compiler.reset()
     measures = DIRECTIONS[point.direction](point, options.device)
-    rounds = timing.rounds_within(2.0 if options.quick else 8.0, measures.values(), at_least=15, at_most=400)
+    rounds = timing.rounds_within(1.5 if options.quick else 4.0, measures.values(), at_least=15, at_most=400)
     slopes = timing.interleave(measures, rounds=rounds)
     return {
         "norm": point.norm,
@@ -61,10 +64,16 @@ def _measure(point: Point, options: Options) -> Row:
         "direction": point.direction,
         "threads": point.threads,
         **{f"{n}_us": slope.median * 1e6 for n, slope in slopes.items()},
+        **{f"{n}_gb_s": 4 * _tile_bytes(point) / slopes[n].median / 1e9 for n in BACKENDS},
+        "over_floor": slopes["fusepass"].median / (2 * slopes["copy"].median),
         "speedup": slopes["inductor"].median / slopes["fusepass"].median,
         "spread": max(slopes[n].spread for n in BACKENDS),
         "rounds": rounds,
     }
+
+
+def _tile_bytes(point: Point) -> int:
+    return point.rows * point.cols * point.dtype.itemsize
 
 
 def _summary(rows: list[Row]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import statistics
 import time
@@ -76,6 +77,21 @@ def slope(short: Measure, long: Measure, steps: int) -> Measure:
         return (long() - less) / steps
 
     return measure
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees, on Linux with glibc.
+
+    Otherwise large buffers go back to the system and come again as fresh pages, in one contender's calls and not in
+    another's, as luck has it: a chain of sites then takes up to twice as long for reasons that no kernel has.
+    """
+    trim_threshold, mmap_threshold, largest = -1, -3, 32 << 20
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    mallopt(mmap_threshold, largest)
+    mallopt(trim_threshold, 2**31 - 1)
 
 
 def rounds_within(budget: float, measures: Iterable[Measure], at_least: int, at_most: int) -> int:

@@ -35,7 +35,7 @@ from fusepass.options import resolve
 from . import cuda_codegen, traffic_cases, traffic_floor, training_graphs
 from .suite import Row
 
-STRICT = {"fusepass.strict": True}
+STRICT = {"fusepass.strict": True, "fusepass.profitability": "always"}
 _NOT_OURS_TO_COUNT = ("ExternKernelSchedulerNode", "NopKernelSchedulerNode")
 
 

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fusepass
 
-from . import models, timing
+from . import models, plots, timing
 from .models import Transformer
 from .progress import progress
 from .suite import Options, Row, Table
@@ -36,7 +36,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_blocks": ("pre_norm_causal_rms", {"layers": 4, "width": 768, "heads": 12}),
 }
 BATCH, TOKENS = 4, 128
-PROFILED_CALLS = 10
+PROFILED_CALLS = 5
 
 _NOT_GLUE = ("mm", "linear", "attention", "conv")
 """Parts of the names of matmuls and attention, in the profiler's events."""
@@ -62,7 +62,7 @@ class Entry:
 
 
 def run(options: Options) -> Table:
-    """Time every entry; `quick` takes the blocks in BF16."""
+    """Time every entry; `quick` takes two of the blocks in BF16."""
     entries = list(_entries(options.quick))
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads[0] if options.threads else before)
@@ -74,11 +74,13 @@ def run(options: Options) -> Table:
                 rows.append(measure(entry, options))
     finally:
         torch.set_num_threads(before)
+    if options.plot:
+        plots.speedups(rows, options.plot)
     return Table("models", rows, _summary(rows))
 
 
 def _entries(quick: bool) -> Iterator[Entry]:
-    names = list(BLOCKS) if quick else [*BLOCKS, *models.REFERENCE]
+    names = list(BLOCKS)[1:] if quick else [*BLOCKS, *models.REFERENCE]
     for name, mode, dtype in itertools.product(names, MODES, DTYPES[1:] if quick else DTYPES):
         yield Entry(name, mode, dtype)
 
@@ -118,7 +120,7 @@ def measure(entry: Entry, options: Options) -> Row:
     }
 
 
-_UNCACHED = {"fx_graph_cache": False}
+_UNCACHED: dict[str, Any] = {"fx_graph_cache": False}
 
 
 def _step(entry: Entry, model: Transformer, call: Callable[[Tensor], Tensor], ids: Tensor) -> Callable[[], object]:
@@ -156,7 +158,7 @@ def _spread_of_ratio(inductor: timing.Sample, fused: timing.Sample) -> float:
 def _glue_ms(entry: Entry, model: Transformer, ids: Tensor, backend: str) -> float:
     """Milliseconds of one call in kernels that are neither matmul nor attention: the median over several calls."""
     torch.compiler.reset()
-    options = {**_UNCACHED, "cpp.enable_kernel_profile": True}
+    options: dict[str, Any] = {**_UNCACHED, "cpp.enable_kernel_profile": True}
     step = _step(entry, model, torch.compile(model, backend=backend, options=options), ids)
     step()
     step()

@@ -91,7 +91,7 @@ class FusePass(GraphPass):
     def _analyse(self, graph: fx.Graph) -> tuple[dict[fx.Node, Lifted], Plan]:
         lifted = lift(graph)
         regions, refused = self._build_regions(find_regions(lifted), lifted, first_mutation(graph))
-        return lifted, make_plan(graph, lifted, regions, refused)
+        return lifted, make_plan(graph, lifted, regions, refused, self.options.profitability == "always")
 
     def _build_regions(
         self, node_sets: list[list[fx.Node]], lifted: dict[fx.Node, Lifted], mutation: fx.Node | None

@@ -84,29 +84,49 @@ def _order_after(move: fx.Node) -> RowOrder:
 
 
 def join_moved(groups: dict[fx.Node, list[fx.Node]], lifted: dict[fx.Node, Lifted]) -> None:
-    """Join a set that reduces rows with a pointwise one from which, or to which, its rows are moved."""
+    """Join a set that reduces rows with a pointwise one from which, or to which, its rows are moved.
+
+    Whatever else reads the moved rows reads them outside.
+    """
     moves = [n for n in lifted if is_move(lifted[n])]
     home = {n: key for key, nodes in groups.items() for n in nodes} if moves else {}
     for move in moves:
-        ends = _ends(move, home)
-        if move not in groups or len(ends) != 2:
-            continue
-        core, side = sorted(ends, key=lambda k: not any(_reduces(n, lifted) for n in groups[k]))
-        drawn = _drawn(groups[side])
-        between = [n for n in moves if _ends(n, home) == ends]
-        joined = sorted({*groups[core], *between, *groups[side]} - drawn, key=lambda n: lifted[n].order)
-        if not same_space(lifted[core].space, lifted[side].space) or not _is_convex(joined):
-            continue
-        if row_orders(joined, lifted):
-            groups[core], groups[side] = joined, [n for n in groups[side] if n in drawn]
-            for n in between:
-                del groups[n]
-            home |= dict.fromkeys(joined, core)
+        for core, side in _pairs(move, home, groups, lifted):
+            drawn = _drawn(groups[side])
+            between = [n for n in moves if n in groups and any({core, side} == set(e) for e in _ends(n, home))]
+            joined = sorted({*groups[core], *between, *groups[side]} - drawn, key=lambda n: lifted[n].order)
+            if not same_space(lifted[core].space, lifted[side].space) or not _is_convex(joined):
+                continue
+            if row_orders(joined, lifted):
+                groups[core], groups[side] = joined, [n for n in groups[side] if n in drawn]
+                for n in between:
+                    del groups[n]
+                home |= dict.fromkeys(joined, core)
+                break
 
 
-def _ends(move: fx.Node, home: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """The sets on both sides of a move."""
-    return {home[n] for n in (*move.all_input_nodes, *move.users) if n in home}
+def _pairs(
+    move: fx.Node,
+    home: dict[fx.Node, fx.Node],
+    groups: dict[fx.Node, list[fx.Node]],
+    lifted: dict[fx.Node, Lifted],
+) -> list[tuple[fx.Node, fx.Node]]:
+    """The sets on both sides of a move of which the first reduces rows and the second does not."""
+    if move not in groups:
+        return []
+    found = []
+    for ends in _ends(move, home):
+        reducing = [k for k in ends if any(_reduces(n, lifted) for n in groups[k])]
+        if len(reducing) == 1:
+            found.append((reducing[0], next(k for k in ends if k != reducing[0])))
+    return found
+
+
+def _ends(move: fx.Node, home: dict[fx.Node, fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    """For each set that reads a move: the set that it is moved from, and that one."""
+    source = home.get(move.args[0])  # type: ignore[arg-type]
+    readers = dict.fromkeys(home[u] for u in move.users if u in home)
+    return [(source, reader) for reader in readers if source is not None and source is not reader]
 
 
 def _drawn(nodes: Sequence[fx.Node]) -> set[fx.Node]:

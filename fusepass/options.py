@@ -88,7 +88,7 @@ OPTIONS: tuple[Option, ...] = (
         "profitability",
         "auto",
         "'auto' or 'always'",
-        "'always' fuses every legal site; 'auto' those expected to gain (at present the same)",
+        "'always' fuses every legal site; 'auto' those expected to gain over Inductor's own code",
         _one_of("auto", "always"),
     ),
     Option(

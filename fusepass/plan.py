@@ -73,10 +73,15 @@ def make_plan(
     lifted: dict[fx.Node, Lifted],
     regions: Sequence[Region],
     refused: Mapping[fx.Node, Rejection],
+    always: bool = False,
 ) -> Plan:
-    """Decide every norm of the graph. `refused` are the nodes of regions that could not be written as a program."""
+    """Decide every norm of the graph. `refused` are the nodes of regions that could not be written as a program.
+
+    With `always`, what is legal is fused, whether or not it is expected to gain.
+    """
     is_backward = graph_kind(graph) == "backward"
-    planned = _refuse_cycles(graph, [p for r in regions if (p := _plan_region(r, lifted, is_backward)) is not None])
+    planned = [p for r in regions if (p := _plan_region(r, lifted, is_backward)) is not None]
+    planned = _refuse_cycles(graph, planned if always else [_if_it_gains(p) for p in planned])
     in_regions = {n for r in regions for n in r.nodes}
     others = _norms_outside(graph, in_regions, refused)
     with_norms = {n for p in planned for n in p.region.nodes} | {v.node for v in others}
@@ -118,6 +123,14 @@ def _plan_region(region: Region, lifted: dict[fx.Node, Lifted], is_backward: boo
         # beside a fused one, a norm without a residual sum (a sandwich block's inner norm) is part of its kernel
         verdicts = [v if v.rejection else _without_residual(v) for v in verdicts]
     return PlannedRegion(region, tuple(verdicts), cost.traffic(region, device.type), device)
+
+
+def _if_it_gains(p: PlannedRegion) -> PlannedRegion:
+    """The region, its site left to Inductor where that is expected to be as fast."""
+    if not p.fuse or p.traffic.gains:
+        return p
+    rejection = Rejection(Reason.NOT_PROFITABLE, str(p.traffic))
+    return replace(p, verdicts=tuple(replace(v, rejection=v.rejection or rejection) for v in p.verdicts))
 
 
 def _plan_bias_gradient(region: Region, device: torch.device) -> PlannedRegion | None:

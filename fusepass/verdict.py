@@ -33,6 +33,8 @@ class Reason(enum.StrEnum):
     SYMBOLIC_COLUMNS = "SYMBOLIC_COLUMNS"
     SYMBOLIC_SHAPE = "SYMBOLIC_SHAPE"
     TOO_MANY_COLUMNS = "TOO_MANY_COLUMNS"
+    # All is right, but Inductor's own code is expected to be as good.
+    NOT_PROFITABLE = "NOT_PROFITABLE"
     # Trust: the lifted program disagreed with the graph, or a stage of ours failed.
     VALIDATION_FAILED = "VALIDATION_FAILED"
     INTERNAL_ERROR = "INTERNAL_ERROR"

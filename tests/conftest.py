@@ -15,6 +15,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # time there: the tests of training took four times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests are of small shapes, for which the fused kernels are not meant: `test_profitability.py` asks for "auto".
+os.environ.setdefault("FUSEPASS_PROFITABILITY", "always")
+
 import torch
 
 from fusepass.kernels import ops

@@ -48,6 +48,13 @@ def behind_a_linear(x: Tensor, weight: Tensor, b: Tensor, w: Tensor) -> tuple[Te
     return s, norm(s.transpose(0, 1), w)
 
 
+def batch_first(x: Tensor, r: Tensor, weight: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """What is moved is the residual stream from there on."""
+    h = (x + r).transpose(0, 1)
+    y = norm(h, w)
+    return y, h + F.linear(y, weight)
+
+
 def added_after(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """A sandwich whose norms run over the batch first: the second sum lies in the order of the first."""
     s = x + norm((x + r).transpose(0, 1), w).transpose(0, 1)
@@ -67,6 +74,7 @@ def _cases() -> dict[str, tuple[Fn, tuple[Tensor, ...]]]:
         "a dimension of one": (rolled, (torch.randn(8, 1, 16, D), torch.randn(8, 1, 16, D), w)),
         "behind a linear": (behind_a_linear, (x, torch.randn(D, D) / 4, torch.randn(D), w)),
         "added after": (added_after, (x, r, w)),
+        "batch first from there on": (batch_first, (x, r, torch.randn(D, D) / 4, w)),
     }
 
 
@@ -81,10 +89,10 @@ def test_forward(name: str, dtype: torch.dtype, dynamic: bool) -> None:
     args = tuple(a.to(dtype) for a in args)
     captured = fuse(fn, *args, dynamic=dynamic)
     assert captured.reasons == [] and len(captured.kernels) == 1
-    assert captured.ops()[aten.add.Tensor] == 0
+    assert captured.ops()[aten.add.Tensor] == (fn is batch_first)
     for got, want, exact in zip(captured.result, fn(*args), fn(*(a.double() for a in args)), strict=True):
         assert_close_to_fp64(got, want, exact, dtype)
-    if fn is not added_after:
+    if fn not in (added_after, batch_first):
         assert torch.equal(captured.result[0], fn(*args)[0])  # the residual stream is eager's, bit for bit
 
 

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+
+def moved(text: str, index: str) -> str:
+    """A program of `norm_program` whose x and whose sum lie in another order than its rows."""
+    text = re.sub(r"(in x: tile \w+) \[row\]", rf"\1 [{index}]", text)
+    assert "\nout s [row]\n" in text
+    return text.replace("\nout s [row]\n", f"\nout s [{index}]\n")
+
 
 def norm_program(
     norm: str,

@@ -11,7 +11,7 @@ import torch
 from fusepass.kernels import audit, traffic, triton_code
 from fusepass.kernels.schedule import Schedule, choose
 from fusepass.row_program import parse
-from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_backward_program, norm_program
+from tests.kernels.norm_programs import POINTWISE_PROGRAM, moved, norm_backward_program, norm_program
 
 COLS = (1, 3, 17, 127, 128, 255, 768, 1000, 1024, 4096, 5120, 8192, 16384, 65536)
 MORE_COLS = (63, 2047, 12345, 131072)
@@ -50,6 +50,16 @@ def test_no_spills_and_wide_accesses(target: str) -> None:
 def test_no_spills_and_wide_accesses_with_column_sums(target: str) -> None:
     """Up to three sums: each tile once up to 8192 columns; from there the row statistics read what they need again."""
     check((1024, 8192, 16384), target, "backward", (torch.bfloat16,))
+
+
+@pytest.mark.parametrize("target", audit.TARGETS)
+def test_moved_rows_are_read_and_written_as_wide(target: str) -> None:
+    program = parse(moved(norm_program("layer_norm", 1024, "bf16"), "row % 512, row // 512"))
+    plain, by_batch = (1024, 1), (8 * 1024, 1024, 1)
+    strides = {"x": by_batch, "r": plain, "out0": by_batch, "out1": plain}
+    found = audit.compile_for(program, choose(program), strides, target)
+    assert (found.spills, found.load_bits, found.store_bits) == (0, 128, 128)
+    assert found.tile_loads + found.tile_stores == audit.tile_floor(program) == 4
 
 
 @pytest.mark.slow

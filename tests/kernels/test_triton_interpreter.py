@@ -18,7 +18,7 @@ from fusepass.errors import ProgramError
 from fusepass.kernels import schedule as schedules
 from fusepass.kernels import triton_code
 from fusepass.row_program import parse
-from tests.kernels.norm_programs import POINTWISE_PROGRAM, norm_program
+from tests.kernels.norm_programs import POINTWISE_PROGRAM, moved, norm_program
 from tests.kernels.triton_harness import ROOT, Case, check, run_cases
 
 COLS = (1, 2, 3, 17, 127, 128, 255, 768, 1000, 1024, 4096, 5120, 8192, 16384, 65536)
@@ -77,6 +77,7 @@ def variant_cases(cols: tuple[int, ...], dtypes: tuple[str, ...]) -> list[Case]:
             "no weights": norm_program(norm, n, dtype, weight=None),
             "repeated residual": norm_program(norm, n, dtype, residual_index="0, row % 3", alpha=2.3),
             "residual by batch": norm_program(norm, n, dtype, residual_index="row // s0, 0", sizes="s0"),
+            "moved": moved(norm_program(norm, n, dtype), "row % 3, row // 3"),
             "residual by both": norm_program(norm, n, dtype, residual_index="row // s0 % 3, row % s0", sizes="s0"),
         }
         for (variant, text), schedule, layout in itertools.product(
