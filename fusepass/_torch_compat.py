@@ -178,9 +178,9 @@ def call_directly(op: str, import_line: str, describe: Callable[..., tuple[str, 
 
     def write(node: Any, writeline: Callable[[Any], None]) -> None:
         wrapper = V.graph.wrapper_code
-        args, _ = node.unflatten_args(node.inputs, node.constant_args)
-        as_placed = [[_placed(t) for t in a] if _holds_tensors(a) else a for a in args]
-        call = None if V.graph.fx_wrapper else describe(*as_placed)
+        args, kwargs = node.unflatten_args(node.inputs, node.constant_args)
+        as_placed = [[_placed(t) for t in a] if _holds_tensors(a) else a for a in (*args, *kwargs.values())]
+        call = None if getattr(V.graph, "fx_wrapper", False) else describe(*as_placed)
         if call is None:
             writeline(ExternKernelAllocLine(wrapper, node))
             return

@@ -1,4 +1,4 @@
-"""The op that runs a row program: `fusepass::row_program_(program, rows, ins, sizes, outs)`.
+"""The op that runs a row program: `fusepass::row_program_(program, rows, ins, sizes, *, outs)`.
 
 It writes into `outs`, which the caller has allocated. On a CPU it launches the generated C++ kernel; on any other
 device, and where the kernel cannot be built, it evaluates the program with plain torch operations. Its fake
@@ -267,8 +267,9 @@ def _do_nothing(program: str, rows: int, ins: Tensors, sizes: Sequence[int], out
 
 
 _library = torch.library.Library("fusepass", "FRAGMENT")
+# `outs` is keyword-only: for lists that an op writes into, among its positional arguments, torch.cond raises an error.
 _library.define(
-    "row_program_(str program, SymInt rows, Tensor[] ins, SymInt[] sizes, Tensor(a!)[] outs) -> ()", tags=_TAGS
+    "row_program_(str program, SymInt rows, Tensor[] ins, SymInt[] sizes, *, Tensor(a!)[] outs) -> ()", tags=_TAGS
 )
 _library.impl("row_program_", run, "CPU")
 _library.impl("row_program_", _do_nothing, "Meta")

@@ -59,7 +59,7 @@ def run(text: str, rows: int, ins: Sequence[torch.Tensor], sizes: Sequence[int] 
     """The op's outputs, as contiguous tensors that were NaN before."""
     like = reference.evaluate(parse(text), rows, ins, sizes)
     outs = [poisoned(t) for t in like]
-    torch.ops.fusepass.row_program_(text, rows, ins, sizes, outs)
+    torch.ops.fusepass.row_program_(text, rows, ins, sizes, outs=outs)
     for out in outs:
         assert_canaries(out)
     return outs

@@ -132,7 +132,7 @@ def test_sums_written_with_a_stride() -> None:
     expected = run(text, 7, ins)
     outs = [torch.empty(7, 48, dtype=torch.bfloat16)]
     outs += [torch.full((48, 3), torch.nan, dtype=torch.bfloat16)[:, 1] for _ in expected[1:]]
-    torch.ops.fusepass.row_program_(text, 7, ins, [], outs)
+    torch.ops.fusepass.row_program_(text, 7, ins, [], outs=outs)
     assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
     for out in outs[1:]:
         around = torch.as_strided(out, (48, 3), (3, 1), 0)
@@ -171,7 +171,7 @@ def test_gradients_written_over_operands(norm: str, dtype: str, dropout: float |
         fresh = [t.clone() for t in ins]
         outs = [poisoned(e) for e in expected]
         outs[k] = fresh[i]
-        torch.ops.fusepass.row_program_(text, 70, fresh, [], outs)
+        torch.ops.fusepass.row_program_(text, 70, fresh, [], outs=outs)
         assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True)), f"output {k} over operand {i}"
 
 

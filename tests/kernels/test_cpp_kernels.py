@@ -220,7 +220,7 @@ def test_strided_inputs_and_outputs(name: str, layout: str) -> None:
     if layout == "expanded":
         return
     outs = [LAYOUTS[layout](torch.full_like(t, torch.nan)) if t.dim() == 2 else torch.empty_like(t) for t in expected]
-    torch.ops.fusepass.row_program_(text, 7, ins, [], outs)
+    torch.ops.fusepass.row_program_(text, 7, ins, [], outs=outs)
     for out, e in zip(outs, expected, strict=True):
         assert torch.equal(out, e)
     if layout == "padded":
@@ -241,7 +241,7 @@ def test_row_indices_and_column_sums(batch: int, tokens: int, cols: int) -> None
     eager = reference.evaluate(parse(text), rows, ins, sizes)
     exact = reference.evaluate(parse(text), rows, ins, sizes, fp64=True)
     outs = [poisoned(eager[0].view(batch, tokens, cols)), *(poisoned(e) for e in eager[1:])]
-    torch.ops.fusepass.row_program_(text, rows, ins, sizes, outs)
+    torch.ops.fusepass.row_program_(text, rows, ins, sizes, outs=outs)
     for out, e, x in zip(outs, eager, exact, strict=True):
         assert_canaries(out)
         assert_close_to_fp64(out.view(e.shape), e, x, e.dtype)
@@ -296,7 +296,7 @@ def test_leading_dimensions_collapse_or_are_copied() -> None:
         ins[2],
     ]
     outs = [torch.empty(2, 2, 3, 17).permute(1, 0, 2, 3), torch.empty(12, 17)]
-    torch.ops.fusepass.row_program_(text, 12, four_d, [], outs)
+    torch.ops.fusepass.row_program_(text, 12, four_d, [], outs=outs)
     assert torch.equal(outs[0].reshape(12, 17), expected[0])
     assert torch.equal(outs[1], expected[1])
 
@@ -317,7 +317,7 @@ def test_the_same_bits_every_time() -> None:
     runs = []
     for _ in range(5):
         outs = [poisoned(like[0].view(30, 20, 768)), *(poisoned(t) for t in like[1:])]
-        torch.ops.fusepass.row_program_(text, 600, ins, [20, 30], outs)
+        torch.ops.fusepass.row_program_(text, 600, ins, [20, 30], outs=outs)
         runs.append(outs)
     assert all(torch.equal(a, b) for outs in runs[1:] for a, b in zip(outs, runs[0], strict=True))
 
@@ -330,7 +330,7 @@ def test_wrong_tensors_are_named() -> None:
     good = operands(parse(text), 3)
     outs = [torch.empty(3, 17), torch.empty(3, 17)]
     op = torch.ops.fusepass.row_program_
-    op(text, 3, good, [], outs)
+    op(text, 3, good, [], outs=outs)
     wrong = [
         ([good[0].half(), *good[1:]], outs, "operand x: expected dtype torch.float32, given torch.float16"),
         ([good[0][:, :16], *good[1:]], outs, r"operand x: expected a last dimension of cols=17, given shape \(3, 16\)"),
@@ -343,28 +343,29 @@ def test_wrong_tensors_are_named() -> None:
     ]
     for ins, results, message in wrong:
         with pytest.raises(KernelError, match=message):
-            op(text, 3, ins, [], results)
+            op(text, 3, ins, [], outs=results)
 
 
 def test_a_tensor_without_dimensions_is_no_tile() -> None:
     text = at_cols(VARIANTS["rms_norm-f32"], 1)
     with pytest.raises(KernelError, match=r"operand x: expected a last dimension of cols=1, given shape \(\)"):
-        torch.ops.fusepass.row_program_(text, 1, [torch.tensor(1.0)] * 3, [], [torch.empty(1, 1)] * 2)
+        torch.ops.fusepass.row_program_(text, 1, [torch.tensor(1.0)] * 3, [], outs=[torch.empty(1, 1)] * 2)
 
 
 def test_fake_tensors_and_meta_tensors_run_nothing() -> None:
     text = VARIANTS["rms_norm-f32"]
     with torch._subclasses.FakeTensorMode():
         ins = [torch.empty(3, 768), torch.empty(3, 768), torch.empty(768)]
-        torch.ops.fusepass.row_program_(text, 3, ins, [], [torch.empty(3, 768), torch.empty(3, 768)])
+        torch.ops.fusepass.row_program_(text, 3, ins, [], outs=[torch.empty(3, 768), torch.empty(3, 768)])
     ins = [torch.empty(3, 768, device="meta"), torch.empty(3, 768, device="meta"), torch.empty(768, device="meta")]
-    torch.ops.fusepass.row_program_(text, 3, ins, [], [torch.empty_like(ins[0]), torch.empty_like(ins[0])])
+    torch.ops.fusepass.row_program_(text, 3, ins, [], outs=[torch.empty_like(ins[0]), torch.empty_like(ins[0])])
 
 
 def test_opcheck() -> None:
     text = at_cols(VARIANTS["rms_norm-f32"], 17)
-    args = (text, 3, operands(parse(text), 3), [], [torch.empty(3, 17), torch.empty(3, 17)])
-    torch.library.opcheck(torch.ops.fusepass.row_program_.default, args)
+    args = (text, 3, operands(parse(text), 3), [])
+    outs = [torch.empty(3, 17), torch.empty(3, 17)]
+    torch.library.opcheck(torch.ops.fusepass.row_program_.default, args, {"outs": outs})
 
 
 def test_a_kernel_that_cannot_be_built_runs_eagerly(monkeypatch: pytest.MonkeyPatch, fallbacks: list[str]) -> None:

@@ -121,7 +121,7 @@ def test_strided_truth_values(layout: str) -> None:
     outs = [LAYOUTS[layout](torch.zeros(7, 255)), LAYOUTS[layout](torch.zeros(7, 255, dtype=torch.bool))]
     if layout == "expanded":
         outs = [t.contiguous() for t in outs]
-    torch.ops.fusepass.row_program_(text, 7, [k, x], [], outs)
+    torch.ops.fusepass.row_program_(text, 7, [k, x], [], outs=outs)
     assert torch.equal(outs[0], k * x)
     assert torch.equal(outs[1], k * x == 0)
 
