@@ -15,7 +15,8 @@ def test_the_table_and_the_values_agree() -> None:
     assert {o.name: o.default for o in OPTIONS} == dataclasses.asdict(Options())
 
 
-def test_ours_are_taken_and_the_rest_is_returned() -> None:
+def test_ours_are_taken_and_the_rest_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FUSEPASS_PROFITABILITY")  # of the test run
     ours, rest = resolve({"fusepass.strict": True, "max_autotune": True, "triton.cudagraphs": False})
     assert ours == Options(strict=True)
     assert rest == {"max_autotune": True, "triton.cudagraphs": False}
