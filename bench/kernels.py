@@ -28,17 +28,14 @@ SHAPES = ((2048, 768), (512, 4096), (4096, 1024), (512, 768), (8192, 512), (64, 
 
 def run(options: Options) -> Table:
     """Time every point of the grid."""
-    before = torch.get_num_threads()
-    points = list(_grid(options, options.threads or (before,)))
     rows: list[Row] = []
-    try:
+    with timing.thread_count_kept() as threads:
+        points = list(_grid(options, options.threads or (threads,)))
         with progress(len(points), "kernels") as step:
             for point in points:
                 step(str(point))
                 torch.set_num_threads(point.threads)
                 rows.append(_measure(point, options))
-    finally:
-        torch.set_num_threads(before)
     if options.plot:
         plots.bandwidth(rows, options.plot)
     return Table("kernels", rows, _summary(rows))

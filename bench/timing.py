@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -77,6 +78,16 @@ def slope(short: Measure, long: Measure, steps: int) -> Measure:
         return (long() - less) / steps
 
     return measure
+
+
+@contextlib.contextmanager
+def thread_count_kept() -> Iterator[int]:
+    """Gives torch's number of threads, and sets it again at the end."""
+    before = torch.get_num_threads()
+    try:
+        yield before
+    finally:
+        torch.set_num_threads(before)
 
 
 def keep_freed_memory() -> None:

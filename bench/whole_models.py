@@ -64,16 +64,12 @@ class Entry:
 def run(options: Options) -> Table:
     """Time every entry; `quick` takes two of the blocks in BF16."""
     entries = list(_entries(options.quick))
-    before = torch.get_num_threads()
-    torch.set_num_threads(options.threads[0] if options.threads else before)
-    try:
-        with progress(len(entries), "models") as step:
-            rows = []
-            for entry in entries:
-                step(str(entry))
-                rows.append(measure(entry, options))
-    finally:
-        torch.set_num_threads(before)
+    rows: list[Row] = []
+    with timing.thread_count_kept() as threads, progress(len(entries), "models") as step:
+        torch.set_num_threads(options.threads[0] if options.threads else threads)
+        for entry in entries:
+            step(str(entry))
+            rows.append(measure(entry, options))
     if options.plot:
         plots.speedups(rows, options.plot)
     return Table("models", rows, _summary(rows))

@@ -67,7 +67,8 @@ class FusePass(GraphPass):
         self._dump(f"{kind}-before", graph)
         try:
             lifted, plan = self._analyse(graph)
-            if merge_equal(graph, {n for p in plan.regions if p.fuse for n in p.region.nodes}):
+            fused = {n for p in plan.regions if p.fuse for n in p.region.nodes}
+            if fused and merge_equal(graph, fused):
                 lifted, plan = self._analyse(graph)
             quiet = unnormed_sums(graph, plan)
         except Exception as e:

@@ -49,6 +49,7 @@ def built(program: str) -> None:
     """Wait until the kernel for `program` has been built. Raises what its build raised, which `run` would not."""
     with _loading:
         if _kernels.get(program) is None:
+            _kernels.pop(program, None)  # one that has failed is built again, for its error
             prefetch(program)
             _kernels[program] = _builds.pop(program)()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,13 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 D = 16
 OPTIONS = {"fusepass.strict": True, "fx_graph_cache": False}
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def _norm(s: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,13 +19,6 @@ from tests.tolerances import EAGER_FACTOR, assert_as_accurate_as_eager, assert_s
 STRICT = {"fusepass.strict": True}
 D = 48
 Norm = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:

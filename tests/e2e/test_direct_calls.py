@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,6 @@ from fusepass.kernels import ops
 
 D = 32
 STRICT = {"fusepass.strict": True, "fusepass.expect": 1, "fx_graph_cache": False}
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def site(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

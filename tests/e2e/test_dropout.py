@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,6 @@ from tests.tolerances import assert_same_sums
 STRICT = {"fusepass.strict": True}
 D = 100
 ROWS = 37
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def under(backend: str, fn: Callable[..., Any], args: list[Tensor], seed: int = 1, **options: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,13 +16,6 @@ from fusepass.row_program import parse
 
 D = 64
 STRICT = {"fusepass.strict": True, "fx_graph_cache": False}
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def _call(fn: Callable[..., object], *args: Tensor) -> tuple[str, list[str], list[str]]:

@@ -7,7 +7,7 @@ views of one tensor are counted once. Compilation ends there, so that nothing is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,13 +22,6 @@ WIDTH, TOKENS = 32, 16
 
 class Counted(Exception):
     """Raised in place of lowering."""
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def saved(fn: Callable[..., Any], args: tuple[Any, ...], backend: str) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,13 +12,6 @@ from torch._inductor.utils import run_and_get_code
 
 D = 64
 OPTIONS = {"fusepass.strict": True, "fx_graph_cache": False}
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def site(x: Tensor, r: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ that of a second eager run whose weights start one rounding away, and one roundi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -27,13 +27,6 @@ SAMPLES = 64
 DTYPES = (torch.float32, torch.bfloat16)
 INDUCTOR_FAILS = [("parallel_causal_rms", torch.bfloat16)]
 """What Inductor cannot compile; see `contenders`. With fusepass it compiles: the sums are in the norm's kernel."""
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def check_gradients(name: str, model: models.Transformer, runs: Mapping[str, training.Run]) -> None:

@@ -380,6 +380,8 @@ def test_a_kernel_that_cannot_be_built_runs_eagerly(monkeypatch: pytest.MonkeyPa
     ops.prefetch(VARIANTS["alpha"])
     check(VARIANTS["alpha"], 3, operands(parse(VARIANTS["alpha"]), 3))
     assert len(fallbacks) == 1 and "no C++ compiler" in fallbacks.pop()
+    with pytest.raises(RuntimeError, match="no C"):
+        ops.built(VARIANTS["alpha"])
 
 
 # ---- the text ----
