@@ -54,6 +54,7 @@ class Rewriter:
         for old, new in zip(planned.region.writes, results, strict=True):
             old.replace_all_uses_with(new)
             self.replaced[old] = new
+            edit.renew_views(new, _storages(old))
         for node in reversed(planned.region.nodes):
             if not node.users:
                 self.graph.erase_node(node)
@@ -109,15 +110,32 @@ class _Edit:
         for node in reversed(self.added):
             self.graph.erase_node(node)
 
+    def renew_views(self, node: fx.Node, storages: set[int]) -> None:
+        """Give the views of a result that lay in one of `storages` fake values that are views of `node`.
+
+        Later regions, and Inductor, tell by them what shares memory with what.
+        """
+        for user in node.users:
+            if user.op == "call_function" and not storages.isdisjoint(_storages(user)):
+                fake_args, fake_kwargs = fx.node.map_arg((user.args, user.kwargs), val)
+                with self.fake_mode:  # type: ignore[union-attr]
+                    user.meta["val"] = user.target(*fake_args, **fake_kwargs)  # type: ignore[operator]
+                self.renew_views(user, storages)
+
     def _last_input(self) -> fx.Node:
         inputs = {node for _, node in self.reads}
         return next(n for n in reversed(self.graph.nodes) if n in inputs or n.op == "placeholder")
 
     def _dies(self, node: fx.Node) -> bool:
-        """Whether nothing uses the memory of this operand after the kernel, and no other operand lies in it."""
+        """Whether nothing uses the memory of this operand after the kernel, and no other operand lies in it.
+
+        What a pointwise op makes does not count: Inductor may compute it where it is used, and copy it then.
+        """
         if not val(node).is_contiguous():
             return False
         aliases = _aliases(node)
+        if any(torch.Tag.pointwise in getattr(n.target, "tags", ()) for n in aliases):
+            return False
         neighbours = sum(not _storages(node).isdisjoint(_storages(other)) for _, other in self.reads)
         if any(n.op != "call_function" for n in aliases) or neighbours > 1:
             return False
