@@ -24,6 +24,8 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 from torch.utils._pytree import tree_leaves
 
+aten = torch.ops.aten
+
 __all__ = [
     "MUST_BE_IN_BACKWARD",
     "BatchNorm",
@@ -39,6 +41,7 @@ __all__ = [
     "in_the_pool",
     "inductor",
     "inductor_config",
+    "is_called",
     "isolated_trace",
     "kernel_side_table",
     "mode_options",
@@ -219,6 +222,28 @@ def in_the_pool(wait: Callable[[], Any]) -> Any:
     from torch._inductor.codecache import LambdaFuture
 
     return LambdaFuture(wait) if get_compile_threads() > 1 else wait()
+
+
+_MATMULS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten._int_mm.default,
+        aten._scaled_mm.default,
+        aten.convolution.default,
+    }
+)
+
+
+def is_called(target: Any) -> bool:
+    """Whether Inductor calls a kernel for this op, which fills memory of its own (tried on torch 2.13)."""
+    from torch._inductor.lowering import fallbacks
+
+    if target in (auto_functionalized_v2, aten.empty.memory_format) or target in _MATMULS:
+        return True
+    return target in fallbacks or getattr(target, "namespace", "") in ("mkldnn", "onednn")
 
 
 def cpp_compiler_version() -> str:

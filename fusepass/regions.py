@@ -19,7 +19,7 @@ from ._torch_compat import same_size
 from .lift import Lifted, is_move, same_space
 from .moves import join_moved
 from .row_program import Kind
-from .rules import CASTS, Role, val
+from .rules import CASTS, MOVES, VIEWS, Role, val
 
 aten = torch.ops.aten
 
@@ -47,6 +47,7 @@ def find_regions(lifted: dict[fx.Node, Lifted]) -> list[list[fx.Node]]:
         groups[root(node)].append(node)
     _join_readers(groups, lifted)
     join_moved(groups, lifted)
+    _join_sums_behind_matmuls(groups, lifted)
     chosen = [g for g in groups.values() if _has(g, Role.REDUCTION, lifted) or _sums_own_tile(g, lifted)]
     taken = {n for g in chosen for n in g}
     found = []
@@ -102,6 +103,55 @@ def _join_readers(groups: dict[fx.Node, list[fx.Node]], lifted: dict[fx.Node, Li
                 groups[other] = sorted([*groups.pop(key), *groups[other]], key=lambda n: lifted[n].order)
                 home |= dict.fromkeys(nodes, other)
                 break
+
+
+def _join_sums_behind_matmuls(groups: dict[fx.Node, list[fx.Node]], lifted: dict[fx.Node, Lifted]) -> None:
+    """On a CPU, move a sum of columns that stands alone into a norm's backward that reads what a matmul makes of the
+    same tile: the bias gradient of a query beside the gradient of the norm before it. Inductor joins the two as well.
+
+    One for each set, that of the last such matmul: its tile lives nearly so long anyway.
+    """
+    alone = {_memory_of(_source(s)): (k, s) for k, g in groups.items() if (s := _sum_alone(g, lifted))}
+    for key, nodes in list(groups.items()):
+        if not _has(nodes, Role.REDUCTION, lifted) or not _has(nodes, Role.COLUMN_SUM, lifted):
+            continue
+        last = max(lifted[n].depth for n in nodes)
+        products = {i for n in nodes for i in n.all_input_nodes if i not in lifted}
+        for tile in [_memory_of(i) for p in sorted(products, reverse=True) for i in p.all_input_nodes]:
+            home, column_sum = alone.get(tile, (key, None))
+            if column_sum is None or not same_space(lifted[column_sum].space, lifted[nodes[0]].space):
+                continue
+            if _feeds_only_later(column_sum, last, lifted):
+                groups[home].remove(column_sum)
+                groups[key] = sorted([*nodes, column_sum], key=lambda n: lifted[n].order)
+                del alone[tile]
+                break
+
+
+def _sum_alone(nodes: list[fx.Node], lifted: dict[fx.Node, Lifted]) -> fx.Node | None:
+    """The sum of columns of a set that holds nothing but that sum and views of its tile."""
+    sums = [n for n in nodes if lifted[n].rule.role is Role.COLUMN_SUM]
+    only = len(sums) == 1 and all(lifted[n].rule.role is Role.VIEW for n in nodes if n not in sums)
+    return sums[0] if only and val(sums[0]).device.type == "cpu" else None
+
+
+def _feeds_only_later(column_sum: fx.Node, last: int, lifted: dict[fx.Node, Lifted]) -> bool:
+    """Whether all that reads a column sum's result comes after depth `last`, or is the end of the graph."""
+    members = set(absorb_results([column_sum], lifted))
+    readers = {u for n in members for u in n.users if u not in members}
+    return all(u.op == "output" or (u in lifted and lifted[u].depth > last) for u in readers)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    assert isinstance(node.args[0], fx.Node)
+    return node.args[0]
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while node.target in VIEWS or node.target in MOVES:
+        node = _source(node)
+    return node
 
 
 def _sharers(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._torch_compat import detect_fake_mode, size_text, stable_topological_sort, tree_leaves
+from ._torch_compat import detect_fake_mode, is_called, size_text, stable_topological_sort, tree_leaves
 from .errors import FusepassError
 from .lower import KernelCall, lower
 from .plan import PlannedRegion
@@ -129,15 +129,17 @@ class _Edit:
     def _dies(self, node: fx.Node) -> bool:
         """Whether nothing uses the memory of this operand after the kernel, and no other operand lies in it.
 
-        What a pointwise op makes does not count: Inductor may compute it where it is used, and copy it then.
+        Only what a call makes, of a matmul or another kernel: what Inductor computes itself it may compute where it is
+        used, and copy then.
         """
         if not val(node).is_contiguous():
             return False
         aliases = _aliases(node)
-        if any(torch.Tag.pointwise in getattr(n.target, "tags", ()) for n in aliases):
+        makers = [n for n in aliases if aliases.isdisjoint(n.all_input_nodes)]
+        if not all(is_called(n.target) for n in makers):
             return False
         neighbours = sum(not _storages(node).isdisjoint(_storages(other)) for _, other in self.reads)
-        if any(n.op != "call_function" for n in aliases) or neighbours > 1:
+        if neighbours > 1:
             return False
         users = {u for n in aliases for u in n.users} - aliases - self.members - set(self.added)
         return all(u.op != "output" and u < self.start for u in users)

@@ -23,9 +23,8 @@ OURS = re.compile(r"^ +fusepass_[0-9a-f]{12}\(", re.MULTILINE)
 
 WIDTH = 256  # more than what is too narrow to gain
 
-MORE = ("pre_norm", "tutorial_pre_norm", "parallel", "post_norm_encoder")
-"""How names of models begin where the number still grows, by one or two in a graph: embeddings are stored for the
-first site, or a bias gradient stands alone that Inductor joins to an unrelated kernel."""
+MORE = ("pre_norm_causal", "pre_norm_encoder", "tutorial_pre_norm", "parallel_causal_rms", "post_norm_encoder")
+"""The models whose first site adds embeddings: these are looked up by one kernel more, and their gradients by one."""
 
 
 class _Written(Exception):
@@ -77,6 +76,6 @@ def test_the_number_of_kernels_never_grows(name: str, mode: str) -> None:
     fused = _modules("fusepass", name, training, dtype)
     assert not any(OURS.findall(text) for text in alone)
     assert OURS.findall(fused[0])
-    allowed = 2 if name.startswith(MORE) else 0
+    allowed = 1 if name.startswith(MORE) else 0
     for ours, theirs in zip(fused, alone, strict=True):
         assert 0 < len(CALL.findall(ours)) <= len(CALL.findall(theirs)) + allowed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ D = 24
 pytestmark = pytest.mark.usefixtures("by_reference")
 
 
-def check(fn: Callable[..., Tensor], args: list[Tensor], kernels: int) -> Captured:
+def check(fn: Callable[..., Tensor], args: list[Tensor], kernels: int, forward_kernels: int = 0) -> Captured:
     with torch.no_grad():
         given = (torch.randn_like(fn(*args)),)
     expected = backward(fn, args, given)
@@ -29,7 +30,7 @@ def check(fn: Callable[..., Tensor], args: list[Tensor], kernels: int) -> Captur
         assert (g is None) == (e is None)
         if g is not None and e is not None:
             assert_same_sums(g, e, summed=args[0].numel())
-    assert [len(kernels_of(g)) for g in captured.after] == [0, kernels]
+    assert [len(kernels_of(g)) for g in captured.after] == [forward_kernels, kernels]
     return captured
 
 
@@ -84,15 +85,54 @@ def test_the_bias_gradient_of_the_last_linear_joins_the_norm_that_its_gradient_p
         n = F.layer_norm(s, (D,)) if norm == "layer_norm" else F.rms_norm(s, (D,))
         return s + F.linear(n, w, b)
 
-    args = leaves((9, D), (9, D), (D, D), (D,))
-    given = (torch.randn(9, D, dtype=torch.float64),)
-    expected = backward(fn, args, given)
-    captured = Captured()
-    got = backward(lambda *a: fuse(fn, *a, into=captured).result, args, given)
-    for g, e in zip(got, expected, strict=True):
-        assert g is not None and e is not None
-        assert_same_sums(g, e, summed=args[0].numel())
+    captured = check(fn, leaves((9, D), (9, D), (D, D), (D,)), forward_kernels=1, kernels=1)
     (kernel,) = kernels_of(captured.after[1])
     assert str(kernel.kwargs["program"]).count("col_sum") == 1
     assert list(sums(captured.after[1].graph)) == []
     assert [(s.norm, s.graph) for s in captured.sites] == [(norm, "forward"), (norm, "backward")]
+
+
+def scores(x: Tensor, r: Tensor, g: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    """The scores of an attention on a norm's result."""
+    n = F.layer_norm(x + r, (D,), g)
+    return F.linear(n, w, b) @ F.linear(n, w2, b2).T
+
+
+def test_one_bias_gradient_behind_the_norm_joins_its_backward() -> None:
+    """Of queries and keys, that of the matmul which comes last before the norm's backward: Inductor joins it, too."""
+    args = leaves((9, D), (9, D), (D,), (D, D), (D,), (D, D), (D,))
+    captured = check(scores, args, forward_kernels=1, kernels=1)
+    (kernel,) = kernels_of(captured.after[1])
+    assert str(kernel.kwargs["program"]).count("col_sum") == 2
+    (left,) = sums(captured.after[1].graph)
+    order = list(captured.after[1].graph.nodes)
+    assert order.index(left) < order.index(kernel)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what Dynamo itself does
+def test_a_bias_gradient_that_the_norm_waits_for_stays_outside() -> None:
+    """What reads the sum is read by the norm's backward: one kernel of both would wait for itself."""
+
+    def fn(x: Tensor, r: Tensor, g: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        out: Tensor = Waits.apply(F.layer_norm(x + r, (D,), g), w, b)
+        return out
+
+    captured = check(fn, leaves((9, D), (9, D), (D,), (D, D), (D,)), forward_kernels=1, kernels=1)
+    (kernel,) = kernels_of(captured.after[1])
+    assert str(kernel.kwargs["program"]).count("col_sum") == 1
+    assert len(list(sums(captured.after[1].graph))) == 1
+
+
+class Waits(torch.autograd.Function):
+    """A linear whose input's gradient has the bias gradient added to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        db = dy.sum(0)
+        return dy @ w + db, dy.T @ x, db

@@ -12,6 +12,7 @@ from torch import Tensor
 import fusepass
 from fusepass import cost
 from fusepass.errors import ExpectationError
+from fusepass.region_program import Region
 from fusepass.verdict import Reason
 from tests.graph.capture import Captured, fuse
 
@@ -89,16 +90,38 @@ def test_a_backward_of_narrow_rows_pays_sooner() -> None:
     assert report.sites[0].reason is Reason.NOT_PROFITABLE
 
 
-@pytest.mark.parametrize(("cols", "gains"), [(1024, False), (1025, True)])
-def test_on_a_gpu_inductor_reads_again_where_it_loops(cols: int, gains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[cost.Traffic]:
+    """Has sites judged as on a GPU; the estimates, in order."""
     found: list[cost.Traffic] = []
     original = cost.traffic
 
-    def as_on_a_gpu(region: object, device_type: str) -> cost.Traffic:
-        found.append(original(region, "cuda"))  # type: ignore[arg-type]
+    def as_on_a_gpu(region: Region, device_type: str) -> cost.Traffic:
+        found.append(original(region, "cuda"))
         return found[-1]
 
     monkeypatch.setattr(cost, "traffic", as_on_a_gpu)
+    return found
+
+
+@pytest.mark.parametrize(("cols", "gains"), [(1024, False), (1025, True)])
+def test_on_a_gpu_inductor_reads_again_where_it_loops(cols: int, gains: bool, on_a_gpu: list[cost.Traffic]) -> None:
     result = captured(layer_norm, cols)
-    assert found[-1] == cost.Traffic(4, 5 if gains else 4)
+    assert on_a_gpu == [cost.Traffic(4, 5 if gains else 4)]
     assert (result.reasons == []) is gains
+
+
+@pytest.mark.parametrize(("kept", "tiles"), [(False, 6), (True, 5)])
+def test_on_a_gpu_embeddings_are_looked_up_by_inductor(kept: bool, tiles: int, on_a_gpu: list[cost.Traffic]) -> None:
+    """Their kernel and what it stores is more than Inductor reads again; on a CPU it is not."""
+
+    def site(ids: Tensor, table: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        e = F.embedding(ids, table)
+        s = e + w
+        return (s, F.layer_norm(s, (2048,)), *([e] if kept else []))
+
+    args = torch.tensor([[1, 0, 2]]), torch.randn(3, 2048), torch.randn(1, 3, 2048)
+    with torch.no_grad():
+        result = fuse(site, *args, options=AUTO)
+    assert on_a_gpu == [cost.Traffic(tiles, 5)]
+    assert result.reasons == ["NOT_PROFITABLE"]
