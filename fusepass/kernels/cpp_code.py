@@ -23,6 +23,7 @@ import torch
 from ..row_ops import GENERATORS, POINTWISE
 from ..row_program import HALVES, Kind, Output, RowProgram, Statement, bracketed
 from .cpp_placement import Placement
+from .cpp_shift import ROW_FIRST, without_waiting
 from .cpp_statements import (
     C_TYPE,
     c_name,
@@ -95,7 +96,8 @@ class _Writer:
     """Writes one program. The methods are in the order of the text that they produce."""
 
     def __init__(self, program: RowProgram) -> None:
-        self.program = program
+        self.given = program
+        self.program = program = without_waiting(program)
         self.placement = Placement(program)
         self.kind, self.dtype = self.placement.kind, self.placement.dtype
         self.taken: Counter[str] = Counter()  # rows of scratch memory, by C++ type
@@ -121,7 +123,7 @@ class _Writer:
     def source(self) -> str:
         body = self._run_rows()
         head = ["// A fused row kernel. `cols` and the strides are arguments. The program:", "//"]
-        text = re.sub(r"^row_program cols=\d+", "row_program cols=*", str(self.program))
+        text = re.sub(r"^row_program cols=\d+", "row_program cols=*", str(self.given))
         head += [f"//   {line}" for line in text.splitlines()]
         draws = any(s.op in GENERATORS for s in self.program.statements)
         inner = ["namespace {", "", *self._struct(), "", *body, "", "}  // namespace"]
@@ -282,6 +284,8 @@ class _Writer:
         for s in self.program.statements:
             if s.kind is Kind.ROW and self.placement.phase[s.name] == phase and s.op in POINTWISE:
                 out.add(number_statement(self.program, s))
+            elif s.op == ROW_FIRST and phase == 0:
+                out.add(f"const float {c_name(s.name)} = static_cast<float>(*{c_name(s.value_args[0])}_in);")
 
     def _loop(self, out: _Lines, loop: int, prefetch: bool) -> None:
         """One loop over the columns. The last of several has time to fetch the next row from memory."""

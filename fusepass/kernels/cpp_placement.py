@@ -13,6 +13,7 @@ import torch
 
 from ..row_ops import POINTWISE
 from ..row_program import HALVES, Kind, Operand, Output, RowProgram, Statement
+from .cpp_shift import without_waiting
 
 _NOT_WORTH_REPEATING = frozenset({"div", "sqrt", "rsqrt", "reciprocal"})
 _MAX_REPEATED = 3  # statements computed again for one value before a scratch row is the better choice
@@ -25,6 +26,7 @@ def overwritable(program: RowProgram) -> tuple[tuple[int, ...], ...]:
     Each loop reads a column of a row before it writes that column, so an output may take the place of an operand of its
     own dtype and layout that no later loop reads again.
     """
+    program = without_waiting(program)
     placement = Placement(program)
     last_read = {o.name: -1 for o in program.operands}
     for loop in range(program.n_phases):
