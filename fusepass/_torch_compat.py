@@ -47,6 +47,7 @@ __all__ = [
     "mode_options",
     "multiprocessors",
     "no_dispatch_modes",
+    "pdl",
     "reset_cudagraphs",
     "same_size",
     "size_text",
@@ -85,6 +86,18 @@ def has_fp8(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return int(DeviceProperties.create(device).cc) >= 89
+
+
+def pdl(device: torch.device) -> bool:
+    """Whether Inductor launches its kernels for a GPU programmatically dependent (tried on torch 2.13).
+
+    Those of the user's it launches as ever, in 2.13 and 2.14.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or not inductor_config.triton.enable_pdl:
+        return False
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    return int(DeviceProperties.create(device).cc) >= 90
 
 
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:

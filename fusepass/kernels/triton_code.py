@@ -61,7 +61,7 @@ def sum_arguments(program: RowProgram) -> list[str]:
     return ["partial_ptr", *outs, "programs"]
 
 
-def generate(program: RowProgram, schedule: Schedule, strides: Strides) -> str:
+def generate(program: RowProgram, schedule: Schedule, strides: Strides, pdl: bool = False) -> str:
     """The text of a module whose kernel `kernel_name(program)` computes `program`.
 
     If the program has column sums, that kernel leaves partial ones, which the kernel `sum_name(program)` adds up.
@@ -70,6 +70,7 @@ def generate(program: RowProgram, schedule: Schedule, strides: Strides) -> str:
         program: the program.
         schedule: its schedule, see `schedule.choose`.
         strides: see `triton_writer.Strides`.
+        pdl: whether kernels around it are launched programmatically dependent, see `triton_writer.AWAIT`.
     """
     sums = {s.name for s in program.col_sums}
     bad = [
@@ -82,12 +83,12 @@ def generate(program: RowProgram, schedule: Schedule, strides: Strides) -> str:
     if cpu := [s.name for s in program.statements if s.op == "rand_cpu"]:
         raise ProgramError(f"rand_cpu draws the random numbers of a CPU, not of a GPU: {', '.join(cpu)}")
     names = arguments(program, schedule, strides)
-    k = Writer(program, schedule.verify(program), strides)
+    k = Writer(program, schedule.verify(program), strides, pdl)
     _SCHEDULES[schedule.kind](k)
     kernels = [f"def {kernel_name(program)}({', '.join(names)}):\n{k.body()}"]
     if sums:
-        kernels.append(sum_kernel(program, sum_name(program), sum_arguments(program)))
-    functions = functions_used(k.body())
+        kernels.append(sum_kernel(program, sum_name(program), sum_arguments(program), pdl))
+    functions = functions_used("\n".join(kernels))
     s = schedule
     head = [
         f"# {s.kind} schedule: tile {s.rows_per_program} x {s.block_n}, num_warps={s.num_warps}, "

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch_compat import kernel_side_table, multiprocessors, triton_kernel_wrapper_functional
+from .._torch_compat import kernel_side_table, multiprocessors, pdl, triton_kernel_wrapper_functional
 from ..row_program import Kind, RowProgram
 from . import schedule as schedules
 from . import triton_code
@@ -64,13 +64,14 @@ def append_launch(
     results = [f"out{i}_ptr" for i in range(len(outs))]
     arguments = triton_code.arguments(program, schedule, strides)
     writes = [name for name in (*results, "partial_ptr", "kept_ptr") if name in arguments]
-    kernel = _kernel(program, schedule, tuple(strides.items()))
+    source = triton_code.generate(program, schedule, strides, pdl(device))
+    kernel = _kernel(source, triton_code.kernel_name(program), schedule.num_warps)
     written = _launch(call, kernel, (grid, 1, schedule.pieces), {name: values[name] for name in arguments}, writes)
     if sums:
         values |= written | {"programs": grid}
         arguments = triton_code.sum_arguments(program)
         writes = [name for name in results if name in arguments]
-        kernel = _sum_kernel(program, schedule, tuple(strides.items()))
+        kernel = _kernel(source, triton_code.sum_name(program), schedules.SUM_WARPS)
         sum_grid = (*schedules.sum_grid(program), 1)
         written |= _launch(call, kernel, sum_grid, {name: values[name] for name in arguments}, writes)
     return [written[name] for name in results]
@@ -97,22 +98,10 @@ def _strides(node: fx.Node) -> Sequence[Any]:
 
 
 @cache
-def _kernel(program: RowProgram, schedule: schedules.Schedule, strides: tuple[tuple[str, Any], ...]) -> Any:
-    """The generated kernel with its warps; one object for equal kernels: Inductor tells them by identity."""
-    source = triton_code.generate(program, schedule, dict(strides))
-    return _tuned(triton_code.load(source, triton_code.kernel_name(program)), schedule.num_warps)
-
-
-@cache
-def _sum_kernel(program: RowProgram, schedule: schedules.Schedule, strides: tuple[tuple[str, Any], ...]) -> Any:
-    """The kernel that adds up the partial column sums."""
-    source = triton_code.generate(program, schedule, dict(strides))
-    return _tuned(triton_code.load(source, triton_code.sum_name(program)), schedules.SUM_WARPS)
-
-
-def _tuned(kernel: Any, num_warps: int) -> Any:
+def _kernel(source: str, name: str, num_warps: int) -> Any:
+    """A generated kernel with its warps; one object for equal kernels: Inductor tells them by identity."""
     import triton
 
     # One stage for all loops that do not say otherwise.
     config = triton.Config({}, num_warps=num_warps, num_stages=1)
-    return triton.autotune(configs=[config], key=[])(kernel)
+    return triton.autotune(configs=[config], key=[])(triton_code.load(source, name))

@@ -17,7 +17,7 @@ from ..row_program import Kind, RowProgram, Statement
 from .column_sums import kept_dtype, kept_rows, piece_statements, short_lived_order, sum_dtype
 from .schedule import SUM_TILE
 from .triton_loop import PassPlan, column_pass, row_statements
-from .triton_writer import TL_DTYPES, Loads, Writer, local
+from .triton_writer import AWAIT, READY, TL_DTYPES, Loads, Writer, local
 
 
 def persistent_schedule(k: Writer) -> None:
@@ -138,7 +138,7 @@ def _run_and_sum(k: Writer, loads: Loads, statements: Iterable[Statement]) -> No
 def _store_sums(k: Writer) -> None:
     sums = k.program.col_sums
     cols, masked = k.program.cols, ", mask=col_mask" if k.col_masked else ""
-    k.emit(f"partial = partial_ptr + tl.program_id(0).to(tl.int64) * {len(sums) * cols} + col")
+    k.emit(f"partial = partial_ptr + tl.program_id(0).to(tl.int64) * {len(sums) * cols} + col{k.ready}")
     for i, s in enumerate(sums):
         total = f"{local(s.name)}_sum"
         if k.shape[0] > 1:
@@ -146,7 +146,7 @@ def _store_sums(k: Writer) -> None:
         k.emit(f"tl.store(partial{f' + {i * cols}' if i else ''}, {total}{masked})")
 
 
-def sum_kernel(program: RowProgram, name: str, arguments: Iterable[str]) -> str:
+def sum_kernel(program: RowProgram, name: str, arguments: Iterable[str], pdl: bool) -> str:
     """The text of the second kernel: `[SUM_TILE, SUM_TILE]` partial sums at a time, one instance per block of columns
     and column sum."""
     sums, n = program.col_sums, len(program.col_sums)
@@ -154,7 +154,8 @@ def sum_kernel(program: RowProgram, name: str, arguments: Iterable[str]) -> str:
     dtype = TL_DTYPES[sum_dtype(program)]
     lines = [
         f"def {name}({', '.join(arguments)}):",
-        f"    col = tl.program_id(0) * {SUM_TILE} + tl.arange(0, {SUM_TILE})[None, :]",
+        *([f"    {AWAIT}"] if pdl else []),
+        f"    col = tl.program_id(0) * {SUM_TILE} + tl.arange(0, {SUM_TILE})[None, :]{READY if pdl else ''}",
         f"    total = tl.zeros([{SUM_TILE}, {SUM_TILE}], {dtype})",
         f"    for start in range(0, programs, {SUM_TILE}):",
         f"        program = start + tl.arange(0, {SUM_TILE})[:, None]",

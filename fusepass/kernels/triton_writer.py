@@ -39,9 +39,18 @@ TL_DTYPES = {
     torch.float8_e5m2: "tl.float8e5",
 }
 _MINUS_ZERO = {torch.float32: "minus_zero", torch.float64: "minus_zero_f64"}
-_RESERVED = {"row", "rows", "col", "mask", "row_mask", "col_mask", "start", "tl", "triton", "libdevice"}
+_RESERVED = {"ready", "row", "rows", "col", "mask", "row_mask", "col_mask", "start", "tl", "triton", "libdevice"}
 _RESERVED |= {"zero", *_MINUS_ZERO.values(), "range", "float", "block", "begin", "end", "count", "offset", "partial"}
 _INDENT = "    "
+
+AWAIT = "ready = _ready()  # zero, when the kernels before this one have ended: every address depends on it"
+READY = " + ready"
+"""The first line of a kernel under programmatic dependent launch, and what makes an index wait for it.
+
+Triton's own `gdc_wait` says that it has side effects, and of a kernel with such an instruction Inductor takes it that
+every argument is written. `_ready` is a multiple of 16, so that the compiler still knows addresses to be aligned. The
+kernel behind may be launched once all instances have come so far.
+"""
 
 _FUNCTIONS: dict[str, str] = {
     "_mul": "def _mul(a, b, minus_zero):\n    return tl.fma(a, b, minus_zero)",
@@ -64,6 +73,9 @@ _FUNCTIONS: dict[str, str] = {
     "_eq": "def _eq(a, b):\n    return (a == b).to(tl.float32)",
     "_ne": "def _ne(a, b):\n    return (a != b).to(tl.float32)",
     "_where": "def _where(c, a, b):\n    return tl.where(c != 0.0, a, b)",
+    "_ready": "def _ready():\n    return 16 * tl.inline_asm_elementwise(\n"
+    '        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;",\n'
+    '        "=r", [], dtype=tl.int32, is_pure=True, pack=1\n    )',
 }
 """The functions that op spellings call. A module holds those that its kernels use."""
 
@@ -71,13 +83,16 @@ _FUNCTIONS: dict[str, str] = {
 class Writer:
     """Writes one kernel. A schedule calls `tile_shape`, `rows_from` and `columns`, then loads, computes and stores."""
 
-    def __init__(self, program: RowProgram, schedule: Schedule, strides: Strides) -> None:
+    def __init__(self, program: RowProgram, schedule: Schedule, strides: Strides, pdl: bool = False) -> None:
         self.program = program
+        self.ready = READY if pdl else ""
         self.schedule = schedule
         self.strides = dict(strided(program, strides))
         self.exact = _products_that_are_added(program)
         self.lines: list[str] = []
         self._depth = 1
+        if pdl:
+            self.emit(AWAIT)
         self.tile_shape(schedule.rows_per_program, schedule.block_n)
 
     def tile_shape(self, rows: int, cols: int) -> None:
@@ -115,7 +130,7 @@ class Writer:
 
     def rows_from(self, first: str, end: str = "rows") -> None:
         """Define `row`, in 64 bits, and its mask, for the rows from `first` that lie before `end`."""
-        self.emit(f"row = {first} + tl.arange(0, {self.shape[0]})[:, None]")
+        self.emit(f"row = {first}{self.ready} + tl.arange(0, {self.shape[0]})[:, None]")
         if self.row_masked:
             self.emit(f"row_mask = row < {end}")
 
@@ -141,16 +156,16 @@ class Writer:
     def pointer(self, name: str, kind: Kind, index: tuple[str, ...], dtype: torch.dtype) -> str:
         """The addresses of a tensor's elements: one term for each leading dimension, then the column."""
         if kind is Kind.SCALAR:
-            return f"{name}_ptr + tl.zeros([1, 1], tl.int32)"
+            return f"{name}_ptr + tl.zeros([1, 1], tl.int32){self.ready}"
         if kind is Kind.COL:
-            return f"{name}_ptr + col"
+            return f"{name}_ptr{self.ready} + col"
         terms = [f"{name}_ptr"]
         strides = self.strides[name]
         for k, expr in enumerate(index):
             if expr != "0" and strides[k] != 0:
                 terms.append(_times(_row_index(expr), strides[k], f"{name}_stride{k}"))
         if len(terms) == 1:
-            terms.append("tl.zeros_like(row)")
+            terms.append(f"tl.zeros_like(row){self.ready}")
         if kind is Kind.TILE:
             last = strides[-1]
             wide = last is None or last * self.program.cols >= 2**31
