@@ -40,6 +40,7 @@ __all__ = [
     "has_fp8",
     "in_the_pool",
     "inductor",
+    "inductor_cache_dir",
     "inductor_config",
     "is_called",
     "isolated_trace",
@@ -50,6 +51,7 @@ __all__ = [
     "pdl",
     "reset_cudagraphs",
     "same_size",
+    "size_hint",
     "size_text",
     "stable_topological_sort",
     "start_cpp_build",
@@ -63,6 +65,13 @@ def same_size(a: Any, b: Any) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return bool(statically_known_true(a == b))
+
+
+def size_hint(size: Any) -> int | None:
+    """A size as it is in the call that is being compiled; None where that is not known."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else None
 
 
 def size_text(size: Any) -> str:
@@ -257,6 +266,13 @@ def is_called(target: Any) -> bool:
     if target in (auto_functionalized_v2, aten.empty.memory_format) or target in _MATMULS:
         return True
     return target in fallbacks or getattr(target, "namespace", "") in ("mkldnn", "onednn")
+
+
+def inductor_cache_dir() -> str | None:
+    """Where Inductor keeps what it may find again (tried on torch 2.13); None where it is to keep nothing."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return None if inductor_config.force_disable_caches else cache_dir()
 
 
 def cpp_compiler_version() -> str:

@@ -75,7 +75,7 @@ class FusePass(GraphPass):
             self._meet_expectation(kind, [], f"\n{self._fault('analysing a graph', e).detail}")
             return
         checked = [(p, self._check(p, lifted)) for p in plan.regions]
-        rewriter = Rewriter(graph)
+        rewriter = Rewriter(graph, self.options.autotune)
         sites: list[Site] = []
         for planned, rejection in checked:
             if planned.fuse and rejection is None:

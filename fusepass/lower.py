@@ -33,7 +33,7 @@ class KernelCall:
     `rows` and `sizes` are ints or nodes that hold a SymInt. `leads` has the leading dimensions of each output, one for
     each of its row-index expressions. `dying` numbers the operands whose memory is free
     after the kernel: on a CPU an output is written over one of them where it can be, which spares a buffer and the
-    reading of its cache lines before they are written.
+    reading of its cache lines before they are written. `autotune` asks for a measured schedule on a GPU.
     """
 
     program: RowProgram
@@ -43,6 +43,7 @@ class KernelCall:
     device: torch.device
     leads: Sequence[Sequence[Any]]
     dying: frozenset[int] = frozenset()
+    autotune: bool = False
 
 
 def lower(call: Call, kernel: KernelCall) -> list[fx.Node]:
@@ -87,4 +88,6 @@ def _lower_triton(call: Call, kernel: KernelCall) -> list[fx.Node]:
     from .kernels import triton_launch
 
     outs = [_new_output(call, kernel, i) for i in range(len(kernel.program.outputs))]
-    return triton_launch.append_launch(call, kernel.program, kernel.rows, kernel.ins, kernel.sizes, outs, kernel.device)
+    return triton_launch.append_launch(
+        call, kernel.program, kernel.rows, kernel.ins, kernel.sizes, outs, kernel.device, kernel.autotune
+    )

@@ -99,6 +99,13 @@ OPTIONS: tuple[Option, ...] = (
         _count_or_all,
     ),
     Option(
+        "autotune",
+        False,
+        "True or False",
+        "on a GPU, measure several schedules of each kernel and keep the fastest, on disk too",
+        _bool,
+    ),
+    Option(
         "dump",
         "",
         "a folder",
@@ -118,6 +125,7 @@ class Options:
     strict: bool = False
     profitability: str = "auto"
     expect: int | str = ""
+    autotune: bool = False
     dump: str = ""
 
     def code_key(self) -> tuple[tuple[str, Any], ...]:

@@ -38,14 +38,15 @@ class UnknownSize(FusepassError):
 class Rewriter:
     """Rewrites the regions of one graph, one after the other; later ones read what earlier ones wrote."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, autotune: bool = False) -> None:
         self.graph = graph
+        self.autotune = autotune
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.done: list[PlannedRegion] = []
 
     def rewrite(self, planned: PlannedRegion) -> fx.Node:
         """Replace the region by a kernel call; return the node that runs it. The graph is unchanged if this raises."""
-        edit = _Edit(self.graph, planned, self.replaced)
+        edit = _Edit(self.graph, planned, self.replaced, self.autotune)
         try:
             results = edit.append_call()
         except BaseException:
@@ -71,8 +72,11 @@ class Rewriter:
 class _Edit:
     """The nodes added for one region."""
 
-    def __init__(self, graph: fx.Graph, planned: PlannedRegion, replaced: dict[fx.Node, fx.Node]) -> None:
+    def __init__(
+        self, graph: fx.Graph, planned: PlannedRegion, replaced: dict[fx.Node, fx.Node], autotune: bool
+    ) -> None:
         self.graph = graph
+        self.autotune = autotune
         self.reads = [(r, replaced.get(r.node, r.node)) for r in planned.region.reads]
         self.planned = planned
         self.region = planned.region
@@ -90,7 +94,8 @@ class _Edit:
         sizes = [self.size(s) for s in region.sizes.values()]
         dying = frozenset(i for i, (_, node) in enumerate(self.reads) if self._dies(node))
         leads = [[self.size(d) for d in region.orders[n].lead] if n in region.orders else [rows] for n in region.writes]
-        outs = lower(self.call, KernelCall(region.program, rows, ins, sizes, self.planned.device, leads, dying))
+        kernel = KernelCall(region.program, rows, ins, sizes, self.planned.device, leads, dying, self.autotune)
+        outs = lower(self.call, kernel)
         self.kernel = outs[0].args[0]  # type: ignore[assignment]
         self.kernel.meta["fusepass"] = region.program.digest
         return [self._as_before(new, old) for new, old in zip(outs, region.writes, strict=True)]

@@ -5,15 +5,16 @@ Four schedules. `row` holds whole rows in registers: one pass over memory, sever
 with column sums loop over the rows as well: `persistent` holds whole rows and all column sums in registers, and `wide`
 is for rows that do not fit beside their column sums: first the row values, then piece after piece of the columns.
 
-The shape depends on the program alone, never on the number of rows: the order in which a row is summed is part of its
-result, and a row's result must not depend on how many rows there are.
+The shape that `choose` gives depends on the program alone, never on the number of rows: the order in which a row is
+summed is part of its result, and a row's result must not depend on how many rows there are. `candidates` are the shapes
+that a measurement may prefer to it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -36,7 +37,7 @@ MAX_STAGES_WIDE = 3  # a fourth would take more scalar registers than gfx942 has
 STAGE_BYTES = 131_072  # of loads under way, in shared memory: sm_80 has 163 KB of it
 STATISTICS_ROWS = 8  # whose row values the wide schedule computes together: its inner loop is long enough to pipeline
 PIECE_COLS = 1024  # for one instance, where no row is reduced
-PARTIAL_SHARE = (14, 100)  # of a tile: what writing and reading the partial column sums may cost
+PARTIAL_SHARE = 14  # per cent of a tile: what writing and reading the partial column sums may cost
 FEWEST_INSTANCES = 8  # more than that share would allow, where rows are so few that time matters and traffic does not
 BLOCKS_PER_INSTANCE = 16
 
@@ -53,6 +54,9 @@ each of them. Sixteen elements of a lane are eight on AMD: a 128-bit access of 1
 come out just above 64 registers on sixteen warps, or 128 on eight: ptxas rather spills two than give up a second block.
 """
 
+_NEAR_PERSISTENT = ((8, 16), (8, 32), (8, 8), (16, 8), (4, 32), (4, 16))
+"""(Warps, elements per thread) that a measurement may prefer where a thread's registers hold the values of so many."""
+
 Apply = Callable[..., Any]
 
 
@@ -63,6 +67,7 @@ class Schedule:
     `num_stages` is the depth of pipelined loops, 1 for none. `statistics_rows` is for the wide schedule: its row values
     are computed from tiles of the same size but of so many rows. `pieces` is for persistent programs without row
     reductions: the columns are shared out among so many instances, which leave fewer partial sums of each.
+    `partial_share` and `residents` limit the instances of a program with column sums, see `instances`.
     """
 
     kind: Literal["row", "loop", "persistent", "wide"]
@@ -72,11 +77,18 @@ class Schedule:
     num_stages: int = 1
     statistics_rows: int = 1
     pieces: int = 1
+    partial_share: int = PARTIAL_SHARE
+    residents: int = 1
 
     def verify(self, program: RowProgram) -> Schedule:
         """Check that this schedule can compute `program`, and return it."""
         if self.pieces > 1 and (self.kind != "persistent" or program.row_reductions):
             raise ProgramError(f"a {self.kind} schedule computes whole rows here, got pieces={self.pieces}")
+        if self.partial_share < 1 or self.residents < 1:
+            raise ProgramError(
+                f"expected partial_share and residents of at least 1, got partial_share={self.partial_share}, "
+                f"residents={self.residents}"
+            )
         for name in ("block_n", "rows_per_program", "num_warps", "statistics_rows"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
@@ -114,30 +126,96 @@ def choose(program: RowProgram, rows: int | None = None) -> Schedule:
 
 def _choose_summing(program: RowProgram) -> Schedule:
     """Large tiles: there is one instance per multiprocessor, which must keep all of it busy."""
-    block_n, values = next_power_of_two(program.cols), held_values(program)
+    values = held_values(program)
+    for warps, elements, most in _PERSISTENT if _aligned(program) else _PERSISTENT_UNALIGNED:
+        if values <= most and (schedule := _persistent(program, warps, elements)):
+            return schedule
+    options = _wide_options(program)
+    warps, elements, _ = next((o for o in options if values <= o[2]), options[-1])
+    return _wide(program, warps, elements)
+
+
+def _persistent(program: RowProgram, warps: int, elements: int) -> Schedule | None:
+    """The persistent schedule of so many warps and elements per thread, if a row and two stages of it fit."""
+    block_n, tile = next_power_of_two(program.cols), 32 * warps * elements
     if not program.row_reductions:
         block_n = min(block_n, PIECE_COLS)
-    row_bytes = sum(o.dtype.itemsize for o in program.operands if o.kind is Kind.TILE)
-    for warps, elements, most in _PERSISTENT if _aligned(program) else _PERSISTENT_UNALIGNED:
-        tile = 32 * warps * elements
-        stages = min(MAX_STAGES, 1 + STAGE_BYTES // max(1, row_bytes * tile))
-        if block_n <= tile and values <= most and stages > 1:
-            rows_per_program = min(MAX_ROWS_PER_PROGRAM, tile // block_n)
-            num_warps = max(1, rows_per_program * block_n // (32 * elements))
-            pieces = -(-program.cols // block_n)
-            return Schedule("persistent", block_n, rows_per_program, num_warps, stages, pieces=pieces)
-    options: Sequence[tuple[int, int, int]] = _WIDE_16_BIT
+    stages = _stages(program, tile, MAX_STAGES)
+    if block_n > tile or stages == 1:
+        return None
+    rows_per_program = min(MAX_ROWS_PER_PROGRAM, tile // block_n)
+    num_warps = max(1, rows_per_program * block_n // (32 * elements))
+    return Schedule("persistent", block_n, rows_per_program, num_warps, stages, pieces=-(-program.cols // block_n))
+
+
+def _wide_options(program: RowProgram) -> Sequence[tuple[int, int, int]]:
     itemsize = _narrowest_tile(program)
     if not _aligned(program):
-        options = _WIDE_UNALIGNED
-    elif itemsize > 2:
-        warps, elements, _ = _WIDE_32_BIT[0]
-        full = program.cols % (32 * warps * elements) == 0
-        options = _WIDE_32_BIT if full else [(warps, 16 // itemsize, 0)]  # a mask for the last piece takes registers
-    warps, elements, _ = next((o for o in options if values <= o[2]), options[-1])
-    tile = 32 * warps * elements
-    stages = min(MAX_STAGES_WIDE, 1 + STAGE_BYTES // max(1, row_bytes * tile))
+        return _WIDE_UNALIGNED
+    if itemsize <= 2:
+        return _WIDE_16_BIT
+    warps, elements, _ = _WIDE_32_BIT[0]
+    full = program.cols % (32 * warps * elements) == 0
+    return _WIDE_32_BIT if full else [(warps, 16 // itemsize, 0)]  # a mask for the last piece takes registers
+
+
+def _wide(program: RowProgram, warps: int, elements: int) -> Schedule:
+    block_n, tile = next_power_of_two(program.cols), 32 * warps * elements
+    stages = _stages(program, tile, MAX_STAGES_WIDE)
     return Schedule("wide", min(block_n, tile), max(1, tile // block_n), warps, stages, STATISTICS_ROWS)
+
+
+def _stages(program: RowProgram, tile: int, most: int) -> int:
+    row_bytes = sum(o.dtype.itemsize for o in program.operands if o.kind is Kind.TILE)
+    return min(most, 1 + STAGE_BYTES // max(1, row_bytes * tile))
+
+
+def candidates(program: RowProgram) -> list[Schedule]:
+    """Schedules for `program` that a measurement may choose from: `choose`'s first, and none that would spill."""
+    first = choose(program)
+    near = _near_rows(program, first) if not program.col_sums else _near_sums(program, first)
+    return [s.verify(program) for s in dict.fromkeys((first, *near))]
+
+
+def _near_rows(program: RowProgram, first: Schedule) -> Iterator[Schedule]:
+    """More and fewer warps, elements per thread and rows."""
+    live = live_tiles(program)
+    elements_of_first = first.rows_per_program * first.block_n // (32 * first.num_warps)
+    most = ELEMENTS_PER_THREAD * 2 if _aligned(program) else ELEMENTS_PER_THREAD // 2
+    for elements in (e for e in (elements_of_first * 2, elements_of_first, elements_of_first // 2) if 1 <= e <= most):
+        if first.kind == "loop":
+            shapes = [(1, warps * 32 * elements, warps) for warps in (MAX_WARPS, MAX_WARPS // 2)]
+        else:
+            few_and_many = (first.rows_per_program // 4, first.rows_per_program, first.rows_per_program * 2)
+            shapes = [(r, first.block_n, r * first.block_n // (32 * elements)) for r in few_and_many]
+        for rows, block_n, warps in shapes:
+            most_warps = MAX_WARPS if elements <= ELEMENTS_PER_THREAD else MAX_WARPS // 4  # ptxas spills beyond
+            inside = 1 <= rows <= MAX_ROWS_PER_PROGRAM and 1 <= warps <= most_warps
+            if inside and block_n <= next_power_of_two(program.cols) and _fits(live, rows * block_n, warps):
+                yield replace(first, block_n=block_n, rows_per_program=rows, num_warps=warps)
+
+
+def _near_sums(program: RowProgram, first: Schedule) -> Iterator[Schedule]:
+    """More instances, whose partial sums stay in the second-level cache; other warps, elements and stages."""
+    many = 16 * PARTIAL_SHARE
+    yield replace(first, partial_share=4 * PARTIAL_SHARE)
+    yield replace(first, partial_share=many)
+    if first.num_stages > 2:
+        yield replace(first, num_stages=2)
+        yield replace(first, num_stages=2, partial_share=many, residents=2)
+    values = held_values(program)
+    shapes: list[Schedule | None] = []
+    if first.kind == "wide":
+        shapes = [_wide(program, warps, elements) for warps, elements, most in _wide_options(program) if values <= most]
+    elif not _aligned(program):
+        shapes = [_persistent(program, warps, elements) for warps, elements, m in _PERSISTENT_UNALIGNED if values <= m]
+    else:
+        for warps, elements in _NEAR_PERSISTENT:
+            registers = min(MAX_REGISTERS, REGISTER_FILE // (32 * warps)) - OVERHEAD_REGISTERS
+            if values * elements <= registers:
+                shapes.append(_persistent(program, warps, elements))
+    for shape in filter(None, shapes):
+        yield from (shape, replace(shape, partial_share=many))
 
 
 def instances(
@@ -149,8 +227,9 @@ def instances(
 ) -> Any:
     """How many program instances share out `rows` rows: the kernel's grid, for each of `schedule.pieces`.
 
-    With column sums each instance leaves a partial sum of every column, so that there are at most as many as the device
-    has multiprocessors, and no more than keep those sums small beside a tile. At least one: no rows sum up to zero.
+    With column sums each instance leaves a partial sum of every column, so that there are at most `schedule.residents`
+    for each multiprocessor of the device, and no more than keep the reading and writing of those sums within
+    `schedule.partial_share` per cent of a tile. At least one: no rows sum up to zero.
     `apply(function, *args)` calls a function of the operator module or `torch.sym_min` or `torch.sym_max`, on ints or,
     where rows are symbolic, on whatever stands for them.
     """
@@ -160,12 +239,13 @@ def instances(
         blocks = apply(operator.floordiv, blocks, schedule.rows_per_program)
     if not program.col_sums:
         return blocks
-    part, whole = PARTIAL_SHARE
-    moved = 2 * sum_dtype(program).itemsize * len(program.col_sums) * whole
-    cheap = apply(operator.floordiv, apply(operator.mul, rows, part * _narrowest_tile(program)), moved)
+    moved = 2 * sum_dtype(program).itemsize * len(program.col_sums) * 100
+    cheap = apply(
+        operator.floordiv, apply(operator.mul, rows, schedule.partial_share * _narrowest_tile(program)), moved
+    )
     few = apply(operator.floordiv, apply(operator.add, blocks, BLOCKS_PER_INSTANCE - 1), BLOCKS_PER_INSTANCE)
     wanted = apply(torch.sym_max, cheap, apply(torch.sym_min, few, FEWEST_INSTANCES))
-    most = apply(torch.sym_min, blocks, max(1, multiprocessors // schedule.pieces))
+    most = apply(torch.sym_min, blocks, max(1, multiprocessors * schedule.residents // schedule.pieces))
     return apply(torch.sym_max, 1, apply(torch.sym_min, most, wanted))
 
 

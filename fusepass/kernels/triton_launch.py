@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch_compat import kernel_side_table, multiprocessors, pdl, triton_kernel_wrapper_functional
+from .._torch_compat import kernel_side_table, multiprocessors, pdl, size_hint, triton_kernel_wrapper_functional
 from ..row_program import Kind, RowProgram
+from . import autotune as tuning
 from . import schedule as schedules
 from . import triton_code
 from .column_sums import kept_dtype, kept_rows, sum_dtype
@@ -24,6 +25,10 @@ from .column_sums import kept_dtype, kept_rows, sum_dtype
 aten = torch.ops.aten
 
 Call = Callable[..., fx.Node]
+
+
+class _UnknownSize(Exception):
+    """A symbolic size has no value in the call that is being compiled."""
 
 
 def append_launch(
@@ -34,14 +39,19 @@ def append_launch(
     sizes: Sequence[Any],
     outs: Sequence[fx.Node],
     device: torch.device,
+    autotune: bool = False,
 ) -> list[fx.Node]:
     """Append the launches of `program`'s kernels with `call(target, *args, **kwargs)`; return one node per output."""
-    schedule = schedules.choose(program, rows if isinstance(rows, int) else None)
     tensors = {o.name: node for o, node in zip(program.operands, ins, strict=True)}
     tensors |= {f"out{i}": node for i, node in enumerate(outs)}
     indexed = [o.name for o in program.operands if o.kind in (Kind.TILE, Kind.ROW)]
     indexed += [f"out{i}" for i, o in enumerate(program.outputs) if o.index]
     strides = {name: tuple(s if isinstance(s, int) else None for s in _strides(tensors[name])) for name in indexed}
+
+    waits = pdl(device)
+    tuner = tuning.tuner(device) if autotune else None
+    job = _job(program, strides, rows, sizes, tensors, waits) if tuner else None
+    schedule = tuner.schedule(job) if tuner and job else schedules.choose(program)
 
     def apply(function: Any, *args: Any) -> Any:
         return call(function, *args) if any(isinstance(a, fx.Node) for a in args) else function(*args)
@@ -64,7 +74,7 @@ def append_launch(
     results = [f"out{i}_ptr" for i in range(len(outs))]
     arguments = triton_code.arguments(program, schedule, strides)
     writes = [name for name in (*results, "partial_ptr", "kept_ptr") if name in arguments]
-    source = triton_code.generate(program, schedule, strides, pdl(device))
+    source = triton_code.generate(program, schedule, strides, waits)
     kernel = _kernel(source, triton_code.kernel_name(program), schedule.num_warps)
     written = _launch(call, kernel, (grid, 1, schedule.pieces), {name: values[name] for name in arguments}, writes)
     if sums:
@@ -91,6 +101,35 @@ def _launch(
         tensors_to_clone=list(writes),
     )
     return {name: call(operator.getitem, launch, name) for name in writes}
+
+
+def _job(
+    program: RowProgram,
+    strides: triton_code.Strides,
+    rows: Any,
+    sizes: Sequence[Any],
+    tensors: dict[str, fx.Node],
+    waits: bool,
+) -> tuning.Job | None:
+    """The launch as the call that is being compiled would make it; None where a size of that call is not known."""
+
+    def known(size: Any) -> int:
+        hint = size_hint(size.meta["val"] if isinstance(size, fx.Node) else size)
+        if hint is None:
+            raise _UnknownSize
+        return hint
+
+    try:
+        layouts = {}
+        for name, node in tensors.items():
+            value = node.meta["val"]
+            layouts[name] = tuning.Layout(
+                tuple(map(known, value.shape)), tuple(map(known, value.stride())), value.dtype
+            )
+        named_sizes = dict(zip(program.sizes, map(known, sizes), strict=True))
+        return tuning.Job(program, strides, known(rows), named_sizes, layouts, waits)
+    except _UnknownSize:
+        return None
 
 
 def _strides(node: fx.Node) -> Sequence[Any]:

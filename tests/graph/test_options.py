@@ -30,6 +30,7 @@ def test_ours_are_taken_and_the_rest_is_returned(monkeypatch: pytest.MonkeyPatch
         ("FUSEPASS_PROFITABILITY", "always", "profitability", "always"),
         ("FUSEPASS_EXPECT", "3", "expect", 3),
         ("FUSEPASS_EXPECT", "all", "expect", "all"),
+        ("FUSEPASS_AUTOTUNE", "on", "autotune", True),
         ("FUSEPASS_DUMP", "folder", "dump", "folder"),
     ],
 )

@@ -71,3 +71,22 @@ def test_equal_programs_share_their_kernels(lowered: dict[str, Any]) -> None:
 
 def test_no_column_sums_no_second_launch(lowered: dict[str, Any]) -> None:
     assert len(lowered["forward"]["launches"]) == 1
+
+
+def test_a_tuned_schedule_is_what_is_launched(lowered: dict[str, Any]) -> None:
+    """The tuner is asked once a kernel, with the sizes of the call; its choice changes the grid and the warps."""
+    plain, got = lowered["layer_norm 2048x4096"], lowered["layer_norm 2048x4096, tuned"]
+    (chosen,), (layouts,) = got["chosen"], got["layouts"]
+    assert got["buckets"] == [2048] and got["scheduler_nodes"] == plain["scheduler_nodes"] and got["clones"] == 0
+    assert got["warps"][0] == chosen["num_warps"] and got["buffers"] != plain["buffers"]
+    assert layouts["dy"] == layouts["out0"] == [[2048, 4096], [4096, 1], "torch.bfloat16"]
+    assert set(layouts) == {"dy", "w", "s", "mean", "rstd", "ds", *(f"out{i}" for i in range(4))}
+    forward = lowered["forward, tuned"]
+    assert forward["buckets"] == [512] and forward["warps"][0] == forward["chosen"][0]["num_warps"]
+
+
+def test_symbolic_rows_are_tuned_for_those_of_the_call(lowered: dict[str, Any]) -> None:
+    got = lowered["symbolic, tuned"]
+    assert got["buckets"] == [2048]
+    assert got["layouts"][0]["dy"][0] == [2048, 1024]
+    assert any("s" in size for size in got["buffers"]), "the launch itself stays symbolic"

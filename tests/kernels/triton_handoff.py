@@ -5,9 +5,11 @@ The graphs are built by hand: the operands of a backward program are inputs, and
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,8 @@ from torch import fx
 from torch._inductor import graph as inductor_graph
 
 from bench import cuda_codegen
+from fusepass.kernels import autotune
+from fusepass.kernels.schedule import Schedule
 from fusepass.lower import KernelCall, lower
 from fusepass.row_program import Kind, RowProgram, parse
 from tests.kernels.norm_programs import norm_backward_program, norm_program
@@ -83,7 +87,36 @@ class GraphOfKernels:
             with self.mode:
                 value = torch.empty(shapes[o.kind], dtype=o.dtype, device=DEVICE)
             ins.append(self._input(f"{o.name}_{number}", value))
-        return lower(self.call, KernelCall(program, self.rows, ins, [], DEVICE, [[self.rows]] * len(program.outputs)))
+        leads = [[self.rows]] * len(program.outputs)
+        return lower(self.call, KernelCall(program, self.rows, ins, [], DEVICE, leads, autotune=True))
+
+
+class LastCandidate:
+    """A tuner that finds the last candidate fastest, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.jobs: list[autotune.Job] = []
+        self.times = (1 / n for n in itertools.count(1))
+        self.tuner = autotune.Tuner("H200", 132, None, self.stopwatch)
+
+    def stopwatch(self, job: autotune.Job) -> Any:
+        self.jobs.append(job)
+        return lambda schedule: next(self.times)
+
+    def chosen(self) -> list[Schedule]:
+        return [self.tuner.schedule(job) for job in self.jobs]
+
+
+def tuned(rows: int | None, texts: tuple[str, ...]) -> dict[str, Any]:
+    last = LastCandidate()
+    with mock.patch.object(autotune, "tuner", lambda device: last.tuner):
+        found = lowered(rows, texts)
+    layouts = [{n: [t.size, t.stride, str(t.dtype)] for n, t in job.layouts.items()} for job in last.jobs]
+    return found | {
+        "buckets": [job.bucket for job in last.jobs],
+        "layouts": layouts,
+        "chosen": [asdict(s) for s in last.chosen()],
+    }
 
 
 def lowered(rows: int | None, texts: tuple[str, ...]) -> dict[str, Any]:
@@ -100,6 +133,7 @@ def lowered(rows: int | None, texts: tuple[str, ...]) -> dict[str, Any]:
     call = re.sub(r"#.*", "", source[source.index("def call(") :])
     return {
         "launches": re.findall(r"(fusepass_\w+)\.run\(", call),
+        "warps": [int(n) for n in re.findall(r"'num_warps': (\d+)", source)],
         "launch_arguments": re.findall(r"fusepass_\w+\.run\((.*?)stream=", call),
         "other_kernels": re.findall(r"(triton_\w+)\.run\(", call),
         "opaque_calls": re.findall(r"torch\.ops\.\w+\.\w+", call),
@@ -120,7 +154,9 @@ def _inputs_first(graph: fx.Graph) -> None:
 
 
 def main() -> None:
-    sys.stdout.write(json.dumps({name: lowered(*case) for name, case in CASES.items()}))
+    results = {name: lowered(*case) for name, case in CASES.items()}
+    results |= {f"{name}, tuned": tuned(*CASES[name]) for name in ("layer_norm 2048x4096", "symbolic", "forward")}
+    sys.stdout.write(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class Case:
     memory). `data`: "normal", "shifted" (10 + normal), "ramp" (1e4 + i * 1e-3) or "tiny" (1e-3 * normal, so that eps
     counts). `edits` change the generated text. `instances` is the number of instances of a program with column sums,
     None for as many as a device with 132 multiprocessors would run; `seed` is what random numbers are drawn from.
+    `candidate` is the number of one of `schedule.candidates`, launched as a measurement launches it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     edits: tuple[tuple[str, str], ...] = field(default=())
     instances: int | None = None
     seed: int = 0
+    candidate: int | None = None
 
 
 _workers: list[subprocess.Popen[str]] = []
@@ -178,12 +180,12 @@ class Launch:
         import torch
 
         from fusepass.kernels import reference
-        from fusepass.kernels.schedule import Schedule, choose
+        from fusepass.kernels.schedule import Schedule, candidates, choose
         from fusepass.row_program import parse
 
         self.case = case
         self.program = p = parse(case.program)
-        self.schedule = choose(p, case.rows)
+        self.schedule = choose(p, case.rows) if case.candidate is None else candidates(p)[case.candidate]
         if case.schedule:
             kind, block_n, rows = case.schedule
             stages, together = (3, min(8, rows * block_n)) if kind in ("persistent", "wide") else (1, 1)
@@ -230,7 +232,7 @@ class Launch:
         """The outputs, in new buffers. Raises ValueError if an edit of the text does not apply."""
         import torch
 
-        from fusepass.kernels import column_sums, schedule, triton_code
+        from fusepass.kernels import autotune, column_sums, schedule, triton_code
         from fusepass.row_program import Kind
 
         case, p = self.case, self.program
@@ -245,6 +247,10 @@ class Launch:
             if index:
                 strides[name] = [s if case.layout == "contiguous" else None for s in buffer.strides]
                 given |= {f"{name}_stride{k}": s for k, s in enumerate(buffer.strides)}
+        if case.candidate is not None:
+            job = autotune.Job(p, strides, case.rows, self.env, {})
+            autotune.launcher(job, self.schedule, {name: b.view for name, _, b in named}, 132)()
+            return outs
         source = triton_code.generate(p, self.schedule, strides)
         for old, new in case.edits:
             if old not in source:

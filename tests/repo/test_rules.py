@@ -65,6 +65,7 @@ KERNEL_STAGES = (
     "kernels.triton_loop",
     "kernels.triton_sums",
     "kernels.triton_code",
+    "kernels.autotune",
     "kernels.triton_launch",
     "kernels.traffic",
     "kernels.cpp_placement",
