@@ -108,7 +108,13 @@ class Schedule:
 
 
 def choose(program: RowProgram, rows: int | None = None) -> Schedule:
-    """The schedule for `program`. `rows` (None where symbolic) is taken for completeness and must not matter."""
+    """The schedule for `program`. `rows` (None where symbolic) is taken for completeness and must not matter.
+
+    Fewer rows a program, and fewer warps with them, would leave a row's sum as it is only where all accesses are wide:
+    Triton gives each thread as many adjacent columns as one access holds, and then warps to what is left of the row.
+    Where a tensor's rows lie at odd addresses (which the program does not tell), eight rows of 256 columns on four
+    warps are summed by four warps a row, two rows on one warp by one.
+    """
     if program.col_sums:
         return _choose_summing(program)
     block_n = next_power_of_two(program.cols)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import fusepass
 from bench import models
+from fusepass._torch_compat import fresh_compile
+from fusepass.kernels import autotune
 from tests.tolerances import assert_as_accurate_as_eager, assert_close_to_fp64
 
 pytestmark = pytest.mark.gpu
@@ -95,3 +99,102 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         one = torch.compile(_site, backend="fusepass", options=STRICT)(x[:1], r[:1], w, b)
     for a, e in zip(many, one, strict=True):
         assert torch.equal(a[:1], e)
+
+
+def _inputs(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    tiles = [torch.randn(rows, cols, device="cuda", dtype=dtype) for _ in range(2)]
+    return [t.requires_grad_() for t in (*tiles, *(torch.randn(cols, device="cuda", dtype=dtype) for _ in range(2)))]
+
+
+def _gradients(outs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
+    return [g.clone() for g in torch.autograd.grad([o.float().square().sum() for o in outs], inputs)]
+
+
+def test_training_in_cuda_graphs() -> None:
+    """Warm-up, capture and replays, forward and backward, with other numbers each time; no graph is refused."""
+    counters.clear()
+    compiled = torch.compile(_site, backend="fusepass", mode="reduce-overhead", options=None)
+    plain = torch.compile(_site, backend="fusepass")
+    for _ in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        inputs = _inputs(1024, 768)
+        captured, launched = compiled(*inputs), plain(*inputs)
+        for a, e in zip(captured, launched, strict=True):
+            assert torch.equal(a, e)
+        for a, e in zip(_gradients(captured, inputs), _gradients(launched, inputs), strict=True):
+            assert torch.equal(a, e)
+        for a, e in zip(captured, _site(*inputs), strict=True):
+            torch.testing.assert_close(a, e, atol=0.1, rtol=0.02)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def _between_others(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    s, y, z = _site(torch.cumsum(x, 0), r, w, b)
+    return s, torch.cumsum(y, 0), torch.softmax(z, 0)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() < (9, 0), reason="from compute capability 9.0")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_programmatic_dependent_launch(mode: str) -> None:
+    """Kernels that overlap with those before and after give the same bits as kernels that do not, many times over."""
+    graphs = {"triton.cudagraphs": mode == "reduce-overhead"}
+    overlapping = torch.compile(_between_others, backend="fusepass", options={**graphs, "triton.enable_pdl": True})
+    separate = torch.compile(_between_others, backend="fusepass", options=graphs)
+    for step in range(30):
+        inputs = _inputs(256, 1024, torch.float32)
+        torch.compiler.cudagraph_mark_step_begin()
+        if step == 0:
+            got, code = run_and_get_code(overlapping, *inputs)
+            assert "griddepcontrol.wait" in code[0] and "gdc_wait" in code[0]
+        else:
+            got = overlapping(*inputs)
+        want = separate(*inputs)
+        for a, e in zip(got, want, strict=True):
+            assert torch.equal(a, e)
+        for a, e in zip(_gradients(got, inputs), _gradients(want, inputs), strict=True):
+            assert torch.equal(a, e)
+
+
+def test_autotune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured once for each kernel; another process, or another batch size in the same bucket, finds the choice."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    options = {**STRICT, "fusepass.autotune": True}
+
+    def train(rows: int) -> None:
+        inputs = _inputs(rows, 1024, torch.float32)
+        with fresh_compile():
+            got = torch.compile(_site, backend="fusepass", options=options, dynamic=False)(*inputs)
+            for a, e in zip(got, _site(*inputs), strict=True):
+                torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-4)
+            want = _gradients(_site(*inputs), inputs)
+            for a, e in zip(_gradients(got, inputs), want, strict=True):
+                torch.testing.assert_close(a, e, atol=1e-3 * float(e.abs().max()), rtol=1e-3)
+
+    train(1024)
+    files = sorted((tmp_path / "fusepass").rglob("*.json"))
+    assert len(files) >= 2, "forward and backward"
+    again: list[autotune.Job] = []
+    monkeypatch.setattr(autotune, "_stopwatch", lambda job, device: again.append(job))
+    autotune._tuner.cache_clear()
+    train(1024)
+    train(1000)
+    assert not again and sorted((tmp_path / "fusepass").rglob("*.json")) == files
+
+
+@pytest.mark.parametrize("rows", [4, 1024])
+def test_every_candidate_runs_on_this_gpu(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[dict[autotune.Schedule, float]] = []
+    fastest = autotune._fastest
+
+    def note(times: dict[autotune.Schedule, float], default: autotune.Schedule) -> autotune.Schedule:
+        measured.append(times)
+        return fastest(times, default)
+
+    monkeypatch.setattr(autotune, "_fastest", note)
+    monkeypatch.setattr(autotune, "inductor_cache_dir", lambda: None)
+    autotune._tuner.cache_clear()
+    inputs = _inputs(rows, 4096)
+    with fresh_compile():
+        compiled = torch.compile(_site, backend="fusepass", options={**STRICT, "fusepass.autotune": True})
+        _gradients(compiled(*inputs), inputs)
+    assert len(measured) >= 2 and all(len(times) > 1 and min(times.values()) > 0 for times in measured)

@@ -43,6 +43,9 @@ def test_environment_gives_the_default_and_a_given_option_wins(
     assert getattr(resolve({f"fusepass.{name}": default})[0], name) == default
 
 
+_OTHERS = ("off", "on", "always", "3", "on", "folder")  # another value of each option
+
+
 @pytest.mark.parametrize("value", ["maybe", 2, None])
 def test_a_bad_value_names_what_is_accepted(value: object) -> None:
     with pytest.raises(OptionError, match=r"options\['fusepass.strict'\]: expected True or False, got"):
@@ -59,6 +62,11 @@ def test_a_bad_environment_value_names_the_variable(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("FUSEPASS_PROFITABILITY", "never")
     with pytest.raises(OptionError, match="FUSEPASS_PROFITABILITY: expected 'auto' or 'always', got 'never'"):
         resolve()
+
+
+def test_what_changes_code_changes_the_key_of_cached_graphs() -> None:
+    keys = {Options(**{o.name: o.parse(text)}).code_key() for o, text in zip(OPTIONS, _OTHERS, strict=True)}
+    assert len(keys) == len(OPTIONS) and Options(dump="folder").code_key() == Options().code_key()
 
 
 def test_an_unknown_name_lists_the_valid_ones() -> None:

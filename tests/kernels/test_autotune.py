@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fusepass.errors import ProgramError
 from fusepass.kernels import audit, autotune
@@ -231,3 +233,27 @@ def test_tensors_to_measure_with() -> None:
         t = tensors[name]
         assert (tuple(t.shape), t.stride(), t.dtype) == (layout.size, layout.stride, layout.dtype), name
     assert tensors["x"].float().std() > 0.1
+
+
+def test_real_tensors_are_measured_while_a_graph_of_fake_ones_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[dict[str, torch.Tensor]] = []
+
+    def launcher(job: Job, schedule: Schedule, tensors: dict[str, torch.Tensor], count: int) -> Callable[[], None]:
+        return lambda: launched.append(tensors)
+
+    def do_bench(launch: Callable[[], None], **options: object) -> float:
+        launch()
+        return 0.25
+
+    monkeypatch.setattr(autotune, "launcher", launcher)
+    monkeypatch.setattr(autotune, "multiprocessors", lambda device: H200)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("triton.testing.do_bench", do_bench)
+    state = torch.get_rng_state()
+    with FakeTensorMode():
+        milliseconds = autotune._stopwatch(job(), torch.device("cpu"))
+        assert [milliseconds(s) for s in candidates(FORWARD)[:2]] == [0.25, 0.25]
+    assert torch.equal(torch.get_rng_state(), state), "the user's random numbers are left alone"
+    assert len(launched) == 2 and launched[0] is launched[1], "tensors are made once a kernel"
+    assert not any(isinstance(t, FakeTensor) or t.requires_grad for t in launched[0].values())
