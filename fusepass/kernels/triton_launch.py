@@ -74,7 +74,7 @@ def append_launch(
     results = [f"out{i}_ptr" for i in range(len(outs))]
     arguments = triton_code.arguments(program, schedule, strides)
     writes = [name for name in (*results, "partial_ptr", "kept_ptr") if name in arguments]
-    source = triton_code.generate(program, schedule, strides, waits)
+    source = _source(program, schedule, tuple(strides.items()), waits)
     kernel = _kernel(source, triton_code.kernel_name(program), schedule.num_warps)
     written = _launch(call, kernel, (grid, 1, schedule.pieces), {name: values[name] for name in arguments}, writes)
     if sums:
@@ -134,6 +134,14 @@ def _job(
 
 def _strides(node: fx.Node) -> Sequence[Any]:
     return tuple(node.meta["val"].stride())
+
+
+@cache
+def _source(
+    program: RowProgram, schedule: schedules.Schedule, strides: tuple[tuple[str, Any], ...], waits: bool
+) -> str:
+    """The text of the kernels, written once for equal sites."""
+    return triton_code.generate(program, schedule, dict(strides), waits)
 
 
 @cache

@@ -16,6 +16,7 @@ def lowered() -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.kernels.triton_handoff"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert run.returncode == 0, run.stderr[-4000:]
+    assert "every input is mutated" not in run.stderr, "Inductor must see what a kernel writes"
     return dict(json.loads(run.stdout.splitlines()[-1]))
 
 
@@ -90,3 +91,11 @@ def test_symbolic_rows_are_tuned_for_those_of_the_call(lowered: dict[str, Any]) 
     assert got["buckets"] == [2048]
     assert got["layouts"][0]["dy"][0] == [2048, 1024]
     assert any("s" in size for size in got["buffers"]), "the launch itself stays symbolic"
+
+
+@pytest.mark.parametrize("case", ["wide", "symbolic", "random"])
+def test_under_programmatic_dependent_launch_both_kernels_wait(lowered: dict[str, Any], case: str) -> None:
+    plain, pdl = lowered[case], lowered[f"{case}, pdl"]
+    assert (plain["awaits"], pdl["awaits"]) == (0, 2)
+    for what in ("launches", "launch_arguments", "buffers", "clones", "scheduler_nodes"):
+        assert plain[what] == pdl[what]

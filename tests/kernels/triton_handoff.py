@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor import graph as inductor_graph
 
 from bench import cuda_codegen
@@ -133,6 +134,7 @@ def lowered(rows: int | None, texts: tuple[str, ...]) -> dict[str, Any]:
     call = re.sub(r"#.*", "", source[source.index("def call(") :])
     return {
         "launches": re.findall(r"(fusepass_\w+)\.run\(", call),
+        "awaits": source.count("    ready = _ready()"),
         "warps": [int(n) for n in re.findall(r"'num_warps': (\d+)", source)],
         "launch_arguments": re.findall(r"fusepass_\w+\.run\((.*?)stream=", call),
         "other_kernels": re.findall(r"(triton_\w+)\.run\(", call),
@@ -156,6 +158,8 @@ def _inputs_first(graph: fx.Graph) -> None:
 def main() -> None:
     results = {name: lowered(*case) for name, case in CASES.items()}
     results |= {f"{name}, tuned": tuned(*CASES[name]) for name in ("layer_norm 2048x4096", "symbolic", "forward")}
+    with inductor_config.patch({"triton.enable_pdl": True}):
+        results |= {f"{name}, pdl": lowered(*CASES[name]) for name in ("wide", "symbolic", "random")}
     sys.stdout.write(json.dumps(results))
 
 
