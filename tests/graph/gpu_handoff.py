@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -19,6 +20,7 @@ from torch._inductor.utils import get_first_incompatible_cudagraph_node, is_cuda
 
 import fusepass
 from bench import cuda_codegen, models
+from fusepass.kernels import autotune
 from tests.graph.capture import fuse
 
 BF16 = torch.bfloat16
@@ -71,7 +73,7 @@ def captured(fn: Callable[..., Any], args: tuple[Any, ...]) -> fx.GraphModule:
     return gm
 
 
-def lowered(gm: fx.GraphModule, **config: Any) -> dict[str, Any]:
+def lowered(gm: fx.GraphModule, tune: bool = False, **config: Any) -> dict[str, Any]:
     tensors = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     mode, inputs = cuda_codegen.to_cuda(gm, [(tuple(t.shape), tuple(t.stride()), t.dtype) for t in tensors])
     lowerings: list[Any] = []
@@ -80,8 +82,13 @@ def lowered(gm: fx.GraphModule, **config: Any) -> dict[str, Any]:
         lowerings.append(Lowering(*args, **kwargs))
         return lowerings[-1]
 
-    with inductor_config.patch(config), mock.patch.object(inductor_graph, "GraphLowering", lowering):
-        fusepass.FusePass({"fusepass.strict": True})(gm.graph)
+    asked: list[str] = []  # for a tuner; that there is none must not show
+    with (
+        inductor_config.patch(config),
+        mock.patch.object(inductor_graph, "GraphLowering", lowering),
+        mock.patch.object(autotune, "tuner", lambda device: asked.append(str(device))),
+    ):
+        fusepass.FusePass({"fusepass.strict": True, "fusepass.autotune": tune})(gm.graph)
         source, moved = cuda_codegen.lower(gm, mode, inputs)
     # With CUDA graphs, what is captured is a function of its own in front.
     call = re.sub(r"#.*", "", re.split(r"^ *def (?:partition_0|call)\(", source, maxsplit=1, flags=re.M)[1])
@@ -92,6 +99,7 @@ def lowered(gm: fx.GraphModule, **config: Any) -> dict[str, Any]:
         "clones": call.count("clone(") + call.count("copy_("),
         "kernels_defined": len(set(re.findall(r"^(fusepass_\w+) = async_compile", source, re.M))),
         "buffers": len(re.findall(r"= empty_strided_cuda\(", call)),
+        "asked_for_a_tuner": asked,
         "no_cudagraph": cudagraph_obstacles(gm, lowerings[-1]),
         "host_waits": re.findall(r"\.item\(|\.cpu\(|synchronize|\.tolist\(", call),
         "configurations": [
@@ -129,7 +137,9 @@ def main() -> None:
         cases[name] = (between_others, (zeros(512, 1024), zeros(512, 1024), zeros(1024)))
         configs[name] = {"triton.enable_pdl": pdl}
     graphs = {name: captured(fn, args) for name, (fn, args) in cases.items()}  # before the machine seems to have a GPU
+    captured_again = fx.GraphModule(graphs["two sites"], copy.deepcopy(graphs["two sites"].graph))
     results = {name: lowered(gm, **{"triton.cudagraphs": True}, **configs[name]) for name, gm in graphs.items()}
+    results["two sites, tuned"] = lowered(captured_again, tune=True)
     sys.stdout.write(json.dumps(results))
 
 

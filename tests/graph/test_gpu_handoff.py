@@ -69,3 +69,9 @@ def test_under_programmatic_dependent_launch_every_kernel_waits(lowered: dict[st
     for text in pdl["others"]:
         first = next(line for line in text.splitlines() if re.search(r"gdc_wait|tl\.load|tl\.store", line))
         assert "gdc_wait" in first, text
+
+
+def test_a_tuner_is_asked_for_where_the_option_says_so(lowered: dict[str, Any]) -> None:
+    assert lowered["two sites, tuned"]["asked_for_a_tuner"] == ["cuda:0"] * 2
+    assert lowered["two sites"]["asked_for_a_tuner"] == []
+    assert lowered["two sites, tuned"]["launches"] == lowered["two sites"]["launches"]
