@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import pathlib
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
+from fusepass import environment
+
 from . import audit, compile_time, gradient_flow, kernels, timing, traffic, training, whole_models
-from .suite import Options, Table
+from .suite import Options, Table, write_json, write_markdown
+
+
+@dataclass(frozen=True)
+class Group:
+    """Several suites, each with the seconds within which its points may begin, if there is an end."""
+
+    meaning: str
+    suites: Mapping[str, float | None]
+    max_autotune: bool | None = None
+
 
 SUITES: dict[str, Callable[[Options], Table]] = {
     "kernels": kernels.run,
@@ -31,43 +45,75 @@ MEANINGS = {
     "gradient-flow": "gradient norms per layer of deep stacks, and training of a very deep one",
     "audit": "registers, spills, access widths and tiles of the GPU kernels",
 }
-ALL = "all"
+GROUPS: dict[str, Group] = {
+    "all": Group("one after the other", dict.fromkeys(SUITES)),
+    "gpu": Group("on a GPU, within six minutes", {"kernels": 200.0, "models": 110.0}, max_autotune=False),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("suite", choices=[*SUITES, ALL], help=_meanings())
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="fewer points and rounds")
-    parser.add_argument("--threads", type=_counts, default=(), metavar="N,N", help="CPU thread counts to run with")
-    parser.add_argument("--direction", choices=kernels.DIRECTIONS, default="", help="kernels: this one only")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="kernels, models, gradient-flow: draw as PNG")
-    parser.add_argument(
-        "--json", type=pathlib.Path, metavar="FILE", help="write the rows as JSON; `all` adds the suite's name"
-    )
-    parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE", help="write the table as Markdown, likewise")
-    given = parser.parse_args(arguments)
+    """Returns the exit status: 1 if a suite failed, or fusepass within one."""
+    given = _parser().parse_args(arguments)
     timing.keep_freed_memory()
-    options = Options(given.device, given.quick, given.threads, given.direction, given.plot)
-    for suite in SUITES if given.suite == ALL else [given.suite]:
-        several = given.suite == ALL
-        table = SUITES[suite](replace(options, plot=_named(options.plot, suite, several)))
+    group = GROUPS.get(given.suite)
+    wanted = group.suites if group else {given.suite: None}
+    max_autotune = group.max_autotune if group and given.max_autotune is None else given.max_autotune
+    options = Options(given.device, given.quick, given.threads, given.direction, None, given.seconds, max_autotune)
+    json, markdown = given.json, given.markdown
+    if given.results:
+        stem = given.results / "-".join([*([] if group else [given.suite]), environment.slug(given.device), _today()])
+        json, markdown = json or stem.with_suffix(".json"), markdown or stem.with_suffix(".md")
+    tables: list[Table] = []
+    failed = False
+    for suite, seconds in wanted.items():
+        plot = _named(given.plot, suite, several=group is not None)
+        try:
+            table = SUITES[suite](replace(options, plot=plot, seconds=given.seconds or seconds))
+        except Exception:
+            if group is None:
+                raise
+            failed = True
+            print(f"{suite} failed:", traceback.format_exc(), sep="\n", file=sys.stderr)
+            continue
         print(table.text())
-        if path := _named(given.json, suite, several):
-            table.write_json(path)
-        if path := _named(given.markdown, suite, several):
-            table.write_markdown(path)
-    return 0
+        tables.append(table)
+        failed |= table.failed
+        # after each suite, so that what has been measured is kept whatever becomes of the next one
+        if json:
+            write_json(tables, json, several=group is not None)
+        if markdown:
+            write_markdown(tables, markdown)
+    return int(failed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    add = parser.add_argument
+    add("suite", choices=[*SUITES, *GROUPS], help=_meanings())
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--quick", action="store_true", help="fewer points and rounds: within three minutes a suite")
+    add("--threads", type=_counts, default=(), metavar="N,N", help="CPU thread counts to run with")
+    add("--direction", choices=kernels.DIRECTIONS, default="", help="kernels: this one only")
+    add("--seconds", type=float, metavar="N", help="kernels, models: begin no point later than this, in each suite")
+    add("--max-autotune", action=argparse.BooleanOptionalAction, help="models: run with it too")
+    add("--plot", type=pathlib.Path, metavar="FILE", help="kernels, models, gradient-flow: draw as PNG")
+    add("--json", type=pathlib.Path, metavar="FILE", help="write the rows as JSON; of several suites, by their names")
+    add("--markdown", type=pathlib.Path, metavar="FILE", help="write the tables as Markdown")
+    add("--results", type=pathlib.Path, metavar="FOLDER", help="write both, named after the device and the date")
+    return parser
 
 
 def _meanings() -> str:
-    return "; ".join(f"{n}: {m}" for n, m in {**MEANINGS, ALL: "one after the other"}.items())
+    return "; ".join(f"{n}: {m}" for n, m in [*MEANINGS.items(), *((n, g.meaning) for n, g in GROUPS.items())])
 
 
 def _named(path: pathlib.Path | None, suite: str, several: bool) -> pathlib.Path | None:
-    """Where a suite's result goes: `results-kernels.json` for `results.json` where there are several."""
+    """Where a suite draws: `figure-kernels.png` for `figure.png` where there are several."""
     return path.with_stem(f"{path.stem}-{suite}") if path and several else path
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def _counts(text: str) -> tuple[int, ...]:

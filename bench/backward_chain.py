@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import chains, timing
-from .chains import LONG, SHORT, Point
+from . import chains
+from .chains import LONG, SHORT, Point, Run, Setting
 
 _library = torch.library.Library("fusepass_bench", "FRAGMENT")
 _library.define("sublayer_product(Tensor s, Tensor y, int site) -> Tensor")
@@ -106,12 +106,12 @@ class Inputs:
             ours.fill(kept)
 
 
-def chain(kind: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def chain(kind: str, inputs: Inputs, site: chains.Site = chains.site) -> tuple[Tensor, Tensor]:
     """One site per sublayer, kept apart by them. Returns the last sum and the last norm."""
     s = y = inputs.s
-    for site, (linear_bias, weight, *bias) in enumerate(inputs.parameters):
-        s = s + (torch.ops.fusepass_bench.sublayer_product(s, y, site) + linear_bias)
-        y = chains.norm(kind, s, weight, bias[0] if bias else None)
+    for number, (linear_bias, weight, *bias) in enumerate(inputs.parameters):
+        u = torch.ops.fusepass_bench.sublayer_product(s, y, number)
+        s, y = site(kind, s, u + linear_bias, weight, bias[0] if bias else None)
     return s, y
 
 
@@ -125,19 +125,17 @@ def random_inputs(point: Point, sites: int, device: str) -> Inputs:
     return Inputs(_leaf(s), buffers, parameters, (ds, dy))
 
 
-def measures(point: Point, device: str) -> dict[str, timing.Measure]:
-    """For each contender, and for a plain copy, the seconds of one site; each has run and was found to be right."""
+def setting(point: Point, device: str) -> Setting:
+    """The chains at a point."""
     inputs = random_inputs(point, LONG, device)
     short_inputs = inputs.first(SHORT)
     exact = gradients(chain, point.norm, short_inputs.double())
     expected = gradients(chain, point.norm, short_inputs)
-    found: dict[str, timing.Measure] = {}
-    for name, function in chains.contenders(chain).items():
-        _check_close(name, gradients(function, point.norm, short_inputs), expected, exact)
-        gradients(function, point.norm, inputs)
-        short, long = (_measure(function, point.norm, i) for i in (short_inputs, inputs))
-        found[name] = timing.slope(short, long, LONG - SHORT)
-    return {**found, "copy": chains.copies([b.u for b in inputs.buffers])}
+
+    def runs(function: Callable[..., Any]) -> tuple[Run, Run]:
+        return _run(function, point.norm, short_inputs), _run(function, point.norm, inputs)
+
+    return Setting(runs, lambda name, got: _check_close(name, got, expected, exact), [b.u for b in inputs.buffers])
 
 
 def gradients(function: Callable[..., Any], kind: str, inputs: Inputs) -> Sequence[Tensor]:
@@ -146,12 +144,12 @@ def gradients(function: Callable[..., Any], kind: str, inputs: Inputs) -> Sequen
     return _run_backward(inputs, function(kind, inputs))
 
 
-def _measure(function: Callable[..., Any], kind: str, inputs: Inputs) -> timing.Measure:
+def _run(function: Callable[..., Any], kind: str, inputs: Inputs) -> Run:
     def forward() -> Any:
         inputs.hand_out()
         return function(kind, inputs)
 
-    return timing.call_with(forward, partial(_run_backward, inputs))
+    return Run(forward, partial(_run_backward, inputs))
 
 
 def _run_backward(inputs: Inputs, outputs: Any) -> Sequence[Tensor]:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import chains, timing
-from .chains import LONG, SHORT, Point
+from . import chains
+from .chains import LONG, SHORT, Point, Run, Setting
 
 _library = torch.library.Library("fusepass_bench", "FRAGMENT")
 _library.define("sublayer(Tensor s, Tensor y, Tensor(a!) r) -> ()")
@@ -39,13 +39,12 @@ class Inputs:
     bias: Tensor | None
 
 
-def chain(kind: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def chain(kind: str, inputs: Inputs, site: chains.Site = chains.site) -> tuple[Tensor, Tensor]:
     """`len(inputs.r)` sites, kept apart by the opaque sublayer. Returns the last sum and the last norm."""
     s = y = inputs.s
     for r in inputs.r:
         torch.ops.fusepass_bench.sublayer(s, y, r)
-        s = s + r
-        y = chains.norm(kind, s, inputs.weight, inputs.bias)
+        s, y = site(kind, s, r, inputs.weight, inputs.bias)
     return s, y
 
 
@@ -57,17 +56,17 @@ def random_inputs(point: Point, sites: int, device: str) -> Inputs:
     return Inputs(tiles[0], tiles[1:], weight, bias if point.norm == "layer_norm" else None)
 
 
-def measures(point: Point, device: str) -> dict[str, timing.Measure]:
-    """For each contender, and for a plain copy, the seconds of one site; each has run and was found to be right."""
+def setting(point: Point, device: str) -> Setting:
+    """The chains at a point."""
     inputs = random_inputs(point, LONG, device)
     short_inputs = replace(inputs, r=inputs.r[:SHORT])
-    found: dict[str, timing.Measure] = {}
-    for name, function in chains.contenders(chain).items():
-        _check_equal(name, _run(function, point.norm, inputs), _run(chain, point.norm, inputs))
-        short, long = (timing.call(partial(_run, function, point.norm, i)) for i in (short_inputs, inputs))
-        found[name] = timing.slope(short, long, LONG - SHORT)
-        found[name]()
-    return {**found, "copy": chains.copies(inputs.r)}
+    expected = _run(chain, point.norm, short_inputs)
+
+    def runs(function: Callable[..., Any]) -> tuple[Run, Run]:
+        short, long = (partial(_run, function, point.norm, i) for i in (short_inputs, inputs))
+        return Run(lambda: None, lambda _: short()), Run(lambda: None, lambda _: long())
+
+    return Setting(runs, lambda name, got: _check_equal(name, got, expected), inputs.r)
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import random
 import statistics
 import time
@@ -56,8 +57,8 @@ def interleave(measures: Mapping[str, Measure], *, rounds: int, warmup: int = 2)
 
 
 def call(function: Callable[[], object]) -> Measure:
-    """Seconds of one call."""
-    return lambda: _time(function)
+    """Seconds of one call, on the clock, until its kernels have ended."""
+    return call_with(lambda: None, lambda _: function())
 
 
 def call_with(prepare: Callable[[], T], function: Callable[[T], object]) -> Measure:
@@ -65,9 +66,45 @@ def call_with(prepare: Callable[[], T], function: Callable[[T], object]) -> Meas
 
     def measure() -> float:
         prepared = prepare()
-        return _time(lambda: function(prepared))
+        _synchronize()
+        started = time.perf_counter()
+        function(prepared)
+        _synchronize()
+        return time.perf_counter() - started
 
     return measure
+
+
+def queued(prepare: Callable[[], T], function: Callable[[T], object]) -> Measure:
+    """Like `call_with`, but the seconds that a GPU takes for what `function` launches, however slow the host is at it.
+
+    The GPU sleeps until all is queued, and only then begins. If it woke up too early, that call does not count, and it
+    sleeps longer in the next ones.
+    """
+    cycles = _SHORTEST_SLEEP
+
+    def measure() -> float:
+        nonlocal cycles
+        while cycles <= _LONGEST_SLEEP:
+            prepared = prepare()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda._sleep(cycles)
+            begin.record()
+            function(prepared)
+            end.record()
+            asleep = not begin.query()
+            torch.cuda.synchronize()
+            if asleep:
+                return begin.elapsed_time(end) / 1e3
+            cycles *= 4
+        raise RuntimeError(f"not all was queued while the GPU slept {cycles // 4} cycles: does it wait for the GPU?")
+
+    return measure
+
+
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 2**20, 2**30
+"""Cycles of a GPU: about half a millisecond, and half a second."""
 
 
 def slope(short: Measure, long: Measure, steps: int) -> Measure:
@@ -105,20 +142,28 @@ def keep_freed_memory() -> None:
     mallopt(trim_threshold, 2**31 - 1)
 
 
+class Deadline:
+    """So many seconds from now, within which points may begin; None is no end."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self.ends = math.inf if seconds is None else time.monotonic() + seconds
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.ends
+
+    def note(self, wanted: int, begun: int) -> list[str]:
+        """A line of summary if points were left out, or none."""
+        return [f"{begun} of {wanted} points: the {self.seconds:g} s were over"] if begun < wanted else []
+
+
 def rounds_within(budget: float, measures: Iterable[Measure], at_least: int, at_most: int) -> int:
     """How many rounds of all measures fit into `budget` seconds, from one trial round; call it once all are warm."""
     started = time.perf_counter()
     for measure in measures:
         measure()
     return max(at_least, min(at_most, int(budget / (time.perf_counter() - started))))
-
-
-def _time(function: Callable[[], object]) -> float:
-    _synchronize()
-    started = time.perf_counter()
-    function()
-    _synchronize()
-    return time.perf_counter() - started
 
 
 def _synchronize() -> None:

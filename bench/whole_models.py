@@ -1,10 +1,15 @@
-"""Suite `models`: whole models, inference and training, eager against Inductor and fusepass.
+"""Suite `models`: whole models, inference and training, eager against Inductor, fusepass and peers.
 
 The reference models, small; and stacks of four blocks of 768 columns, shaped like BERT's, GPT-2's and LLaMA's, over 4 x
-128 tokens. A training step is a forward in training mode, without dropout, and the backward of all parameters for fresh
-gradients of the output. Times are medians over interleaved rounds; `spread` is the distance of the quartiles of the
-single rounds' ratio of Inductor over fusepass. Matmuls take most of the time and hide the rest in their noise, so
-`glue_ms` is the time in all other kernels (attention is left out too), from the profiler, in a run of its own.
+128 tokens (on a GPU these alone, in BF16, over 16 x 512). A training step is a forward in training mode, without
+dropout, and the backward of all parameters for fresh gradients of the output. Times are medians over interleaved
+rounds, on the clock; `spread` is the distance of the quartiles of the single rounds' ratio of Inductor over fusepass.
+Matmuls take most of the time and hide the rest in their noise, so `glue_ms` is the time in all other kernels (attention
+is left out too), from the profiler, in calls of their own. `launches` are kernels of a call (see `launches`), `peak_mb`
+the most that it holds at once of what it allocates.
+
+`max_autotune` (`--max-autotune`; on a GPU by default, but with `--quick`) runs Inductor and fusepass with it too; on a
+CPU it needs frozen weights, so it applies to inference only.
 """
 
 from __future__ import annotations
@@ -17,15 +22,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-import fusepass
+from fusepass.backend import fusepass
+from fusepass.fuse_pass import GraphReport
 
-from . import models, plots, timing
+from . import launches, memory, models, peers, plots, timing
 from .models import Transformer
 from .progress import progress
-from .suite import Options, Row, Table
+from .suite import Options, Row, Table, first_line
 
 BACKENDS = ("inductor", "fusepass")
 MODES = ("inference", "train")
@@ -35,11 +41,18 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_blocks": ("pre_norm_causal", {"layers": 4, "width": 768, "heads": 12}),
     "llama_blocks": ("pre_norm_causal_rms", {"layers": 4, "width": 768, "heads": 12}),
 }
-BATCH, TOKENS = 4, 128
+INPUTS = {"cpu": (4, 128), "cuda": (16, 512)}
+"""Batch and tokens."""
 PROFILED_CALLS = 5
+TUNED = "_max_autotune"
+"""Ends the names of contenders."""
+FARTHEST = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""The largest distance of an output from eager's, over its norm: nobody is timed who computes something else."""
 
 _NOT_GLUE = ("mm", "linear", "attention", "conv")
 """Parts of the names of matmuls and attention, in the profiler's events."""
+_NOT_GLUE_ON_GPU = ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "triton_tem", "flash", "fmha", "attention")
+"""The same in the names of a GPU's kernels, in lower case."""
 
 
 @dataclass(frozen=True)
@@ -57,66 +70,132 @@ class Entry:
         """The model, in the mode and the dtype, and its input."""
         name, shape = BLOCKS.get(self.model, (self.model, {}))
         model = models.build(name, dropout=0.0, **shape).to(device, self.dtype).train(self.mode == "train")
-        (ids,) = models.sample_inputs(name, BATCH, TOKENS, torch.Generator().manual_seed(0))
+        batch, tokens = INPUTS[torch.device(device).type]
+        (ids,) = models.sample_inputs(name, batch, tokens, torch.Generator().manual_seed(0))
         return model, ids.to(device)
 
 
 def run(options: Options) -> Table:
-    """Time every entry; `quick` takes two of the blocks in BF16."""
-    entries = list(_entries(options.quick))
+    """Time every entry, or those that `options.seconds` allow to begin; `quick` takes two of the blocks in BF16."""
+    entries = list(_entries(options))
     rows: list[Row] = []
+    failures: list[str] = []
     with timing.thread_count_kept() as threads, progress(len(entries), "models") as step:
         torch.set_num_threads(options.threads[0] if options.threads else threads)
-        for entry in entries:
+        deadline = timing.Deadline(options.seconds)
+        for entry in itertools.takewhile(lambda _: not deadline.over, entries):
             step(str(entry))
-            rows.append(measure(entry, options))
+            row, failed = measure(entry, options)
+            rows.append(row)
+            failures += failed
     if options.plot:
         plots.speedups(rows, options.plot)
-    return Table("models", rows, _summary(rows))
+    notes = [*_summary(rows), *deadline.note(len(entries), len(rows)), *peers.absent_note(options.device)]
+    return Table("models", rows, [*notes, *failures], failed=any("fusepass: " in f for f in failures))
 
 
-def _entries(quick: bool) -> Iterator[Entry]:
-    names = list(BLOCKS)[1:] if quick else [*BLOCKS, *models.REFERENCE]
-    for name, mode, dtype in itertools.product(names, MODES, DTYPES[1:] if quick else DTYPES):
+def _entries(options: Options) -> Iterator[Entry]:
+    on_gpu = torch.device(options.device).type == "cuda"
+    names = list(BLOCKS)[1:] if options.quick else list(BLOCKS) if on_gpu else [*BLOCKS, *models.REFERENCE]
+    dtypes = DTYPES[1:] if options.quick or on_gpu else DTYPES
+    for name, mode, dtype in itertools.product(names, MODES, dtypes):
         yield Entry(name, mode, dtype)
 
 
-def measure(entry: Entry, options: Options) -> Row:
-    """One row: times, glue and sites."""
-    model, ids = entry.build(options.device)
-    sites = _sites(model, ids)
-    runs = {"eager": _step(entry, model, model, ids)}
+def measure(entry: Entry, options: Options) -> tuple[Row, list[str]]:
+    """One row, and a line for each contender that failed."""
+    torch.compiler.reset()
+    device = options.device
+    model, ids = entry.build(device)
+    reports: list[GraphReport] = []
+    steps = {"eager": _step(entry, model, model, ids)}
+    counts: dict[str, int | None] = {}
     failed = []
-    for backend in BACKENDS:
-        torch.compiler.reset()
-        runs[backend] = _step(entry, model, torch.compile(model, backend=backend, options=_UNCACHED), ids)
+    with torch.inference_mode():
+        expected = model(ids)
+    for name, make in _contenders(options, entry, reports).items():
         try:
-            runs[backend]()
-        except RuntimeError:
-            if backend != "inductor":
-                raise
-            failed.append(backend)  # see `training.contenders`: parallel blocks in 16 bits
-    measures = {name: timing.call(call) for name, call in runs.items() if name not in failed}
+            with launches.written() as modules:
+                call = make(model, ids)
+                step = _step(entry, model, call, ids)
+                step()
+            _check_close(entry, call, ids, expected)
+            counts[name] = _launches(step, modules, device)
+            steps[name] = step
+        except Exception as e:
+            failed.append(f"{entry}: {name}: {first_line(e)}")
+    measures = {name: timing.call(call) for name, call in steps.items()}
     seconds = 2.0 if options.quick else 5.0
     rounds = timing.rounds_within(seconds, measures.values(), at_least=15, at_most=400)
     taken = timing.interleave(measures, rounds=rounds)
     ms = {name: 1e3 * sample.median for name, sample in taken.items()}
-    glue = {b: _glue_ms(entry, model, ids, b) if b not in failed else None for b in BACKENDS}
+    both = all(b in ms for b in BACKENDS)
+    sites = [s for report in reports for s in report.sites if s.norm != "bias_gradient"]
     return {
         "model": entry.model,
         "mode": entry.mode,
         "dtype": _short(entry.dtype),
-        **{f"{name}_ms": ms.get(name) for name in runs},
-        "speedup_eager": ms["eager"] / ms["fusepass"],
-        "speedup_inductor": None if failed else ms["inductor"] / ms["fusepass"],
-        "spread": None if failed else _spread_of_ratio(taken["inductor"], taken["fusepass"]),
-        **{f"{name}_glue_ms": value for name, value in glue.items()},
+        **{f"{name}_ms": ms.get(name) for name in ("eager", *BACKENDS, *_others(options))},
+        "speedup_eager": ms["eager"] / ms["fusepass"] if "fusepass" in ms else None,
+        "speedup_inductor": ms["inductor"] / ms["fusepass"] if both else None,
+        "spread": _spread_of_ratio(taken["inductor"], taken["fusepass"]) if both else None,
+        **{f"{b}_glue_ms": _glue_ms(steps[b], device) if b in steps else None for b in BACKENDS},
+        **{f"{b}_launches": counts.get(b) for b in BACKENDS},
+        **{f"{n}_peak_mb": _peak_mb(model, steps[n], device) if n in steps else None for n in ("eager", *BACKENDS)},
         "sites": sum(s.residual for s in sites),
         "fused": sum(s.residual and s.fused for s in sites),
-    }
+    }, failed
 
 
-_UNCACHED: dict[str, Any] = {"fx_graph_cache": False}
+def _others(options: Options) -> list[str]:
+    """The contenders that are not in every table."""
+    tuned = [f"{b}{TUNED}" for b in BACKENDS] if _tunes(options) else []
+    return [*tuned, *(p.name for p in peers.of_models(options.device))]
+
+
+def _contenders(options: Options, entry: Entry, reports: list[GraphReport]) -> dict[str, peers.Model]:
+    """Those that can do an entry, by name. fusepass' reports go to `reports`.
+
+    The kernels tell the profiler their names: `glue_ms` needs that, and without a profiler it costs nothing.
+    """
+    plain: dict[str, Any] = {"fx_graph_cache": False, "cpp.enable_kernel_profile": True}
+    listening = partial(fusepass, options=plain, listener=reports.append)
+    found = {"inductor": partial(_compiled, "inductor", plain), "fusepass": partial(_compiled, listening, None)}
+    on_gpu = torch.device(options.device).type == "cuda"
+    if _tunes(options) and (on_gpu or entry.mode == "inference"):
+        tuned = {**plain, **torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), "freezing": not on_gpu}
+        found |= {f"{b}{TUNED}": partial(_compiled, b, tuned) for b in BACKENDS}
+    able = [p for p in peers.of_models(options.device) if entry.mode == "inference" and entry.dtype in p.dtypes]
+    return found | {p.name: p.model for p in able if p.model is not None}
+
+
+def _tunes(options: Options) -> bool:
+    if options.max_autotune is not None:
+        return options.max_autotune
+    return torch.device(options.device).type == "cuda" and not options.quick
+
+
+def _compiled(backend: Any, options: dict[str, Any] | None, model: nn.Module, _: Tensor) -> Any:
+    return torch.compile(model, backend=backend, dynamic=False, options=options)
+
+
+def _check_close(entry: Entry, call: Callable[[Tensor], Tensor], ids: Tensor, expected: Tensor) -> None:
+    with torch.inference_mode(entry.mode == "inference"):
+        got = call(ids).detach()
+    distance = float((got.double() - expected.double()).norm() / expected.double().norm())
+    if not distance <= FARTHEST[expected.dtype]:
+        raise AssertionError(f"its output is off eager's by {distance:.1e}")
+
+
+def _launches(step: Callable[[], object], modules: list[str], device: str) -> int | None:
+    if torch.device(device).type == "cuda":
+        return len(launches.on_gpu(step))
+    return sum(map(launches.calls, modules)) if modules else None
+
+
+def _peak_mb(model: Transformer, step: Callable[[], object], device: str) -> float:
+    model.zero_grad(set_to_none=True)
+    return memory.peak_bytes(step, device) / 1e6
 
 
 def _step(entry: Entry, model: Transformer, call: Callable[[Tensor], Tensor], ids: Tensor) -> Callable[[], object]:
@@ -138,32 +217,27 @@ def _train(model: Transformer, call: Callable[[Tensor], Tensor], ids: Tensor, gr
     call(ids).backward(gradient)
 
 
-def _sites(model: Transformer, ids: Tensor) -> list[Any]:
-    """The norms of the forward and backward graphs that are no bias gradients."""
-    with torch.inference_mode(not model.training):
-        report = fusepass.explain(model, ids)
-    return [s for s in report.sites if s.norm != "bias_gradient"]
-
-
 def _spread_of_ratio(inductor: timing.Sample, fused: timing.Sample) -> float:
     ratios = [a / b for a, b in zip(inductor.seconds, fused.seconds, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
     return high - low
 
 
-def _glue_ms(entry: Entry, model: Transformer, ids: Tensor, backend: str) -> float:
+def _glue_ms(step: Callable[[], object], device: str) -> float:
     """Milliseconds of one call in kernels that are neither matmul nor attention: the median over several calls."""
-    torch.compiler.reset()
-    options: dict[str, Any] = {**_UNCACHED, "cpp.enable_kernel_profile": True}
-    step = _step(entry, model, torch.compile(model, backend=backend, options=options), ids)
-    step()
-    step()
     taken = []
     for _ in range(PROFILED_CALLS):
+        if torch.device(device).type == "cuda":
+            taken.append(sum(us for name, us in launches.on_gpu(step) if _is_glue_on_gpu(name)) / 1e3)
+            continue
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             step()
         taken.append(sum(e.self_cpu_time_total for e in recorded.events() if _is_glue(e.name)) / 1e3)
     return statistics.median(taken)
+
+
+def _is_glue_on_gpu(name: str) -> bool:
+    return not any(part in name.lower() for part in _NOT_GLUE_ON_GPU)
 
 
 def _is_glue(name: str) -> bool:
@@ -176,6 +250,8 @@ def _summary(rows: list[Row]) -> list[str]:
     lines = []
     for mode, dtype in dict.fromkeys((r["mode"], r["dtype"]) for r in rows):
         found = [r for r in rows if (r["mode"], r["dtype"]) == (mode, dtype) and r["speedup_inductor"]]
+        if not found:
+            continue
         over = statistics.geometric_mean(r["speedup_inductor"] for r in found)
         eager = statistics.geometric_mean(r["speedup_eager"] for r in found)
         glue = statistics.geometric_mean(r["fusepass_glue_ms"] / r["inductor_glue_ms"] for r in found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,12 @@ def cpu_name() -> str:
 def gpu_name() -> str | None:
     """The first GPU's name, or None."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def slug(device: str) -> str:
+    """The name of a device ("cpu" or "cuda") as part of a file's name: "nvidia-h200"."""
+    name = (gpu_name() if device.startswith("cuda") else cpu_name()) or device
+    return "-".join(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def _version(package: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from bench import backward_chain, chains, forward_chain, kernels, timing
+from bench import backward_chain, chains, forward_chain, kernels, peers, timing
 from bench.chains import Point
 from bench.suite import Options
 
@@ -97,6 +97,8 @@ def test_a_row_of_the_table(direction: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kernels, "DTYPES", (torch.float32,))
     taken = {"eager": 3e-6, "inductor": 2e-6, "fusepass": 1e-6, "copy": 5e-7}
 
+    monkeypatch.setattr(peers, "PEERS", ())
+
     def interleave(measures: Any, rounds: int) -> dict[str, timing.Sample]:
         assert all(isinstance(measure(), float) for measure in measures.values())
         return {name: timing.Sample((taken[name],) * rounds) for name in measures}
@@ -106,7 +108,62 @@ def test_a_row_of_the_table(direction: str, monkeypatch: pytest.MonkeyPatch) -> 
     row: Any = table.rows[0]
     assert (row["direction"], row["norm"], row["threads"], row["spread"]) == (direction, "layer_norm", 1, 0)
     assert [row[f"{n}_us"] for n in taken] == pytest.approx([3, 2, 1, 0.5])
-    assert table.summary[0] == (
+    # two copies of a tile in 1 us move as much as a site does
+    assert [row[f"{n}_pct_of_copy"] for n in chains.BACKENDS] == pytest.approx([50, 100])
+    assert row["copy_gb_s"] == pytest.approx(2 * ROWS * COLS * 4 / 0.5e-6 / 1e9)
+    for backend in chains.BACKENDS:
+        assert row[f"{backend}_gb_s"] / row["copy_gb_s"] == pytest.approx(row[f"{backend}_pct_of_copy"] / 100)
+    assert (row["inductor_launches"], row["fusepass_launches"]) == (1, 1)
+    assert list(table.summary[:2]) == [
         f"{direction}, 1 thread(s): speed-up over Inductor: geometric mean 2.000, "
-        f"minimum 2.000 (layer_norm {ROWS} {COLS} float32)"
-    )
+        f"minimum 2.000 (layer_norm {ROWS} {COLS} float32)",
+        f"{direction}, 1 thread(s): percent of the copy's bandwidth: median 100, "
+        f"minimum 100 (layer_norm {ROWS} {COLS} float32)",
+    ]
+    assert not table.failed
+
+
+def test_points_of_a_gpu() -> None:
+    points = list(kernels._grid(Options("cuda"), (16,)))
+    assert len(points) == len(set(points))
+    wide = [p for p in points if p.rows > 64 and p.direction == "forward" and p.dtype is torch.bfloat16]
+    assert {p.cols for p in wide} == {1024, 2048, 4096, 8192, 16384}
+    assert all(p.rows * p.cols * p.dtype.itemsize >= 2 * 60 << 20 for p in wide), "twice an H200's L2 cache"
+    assert {p.rows for p in points if p.rows <= 64} == {1, 8, 64}
+    few = [p for p in points if p.direction == "backward" and p.rows < 2 * p.cols]
+    assert {p.cols for p in few} == {1024, 4096, 8192, 16384}
+    assert {p.norm for p in points} == set(kernels.NORMS)
+    quick = list(kernels._grid(Options("cuda", quick=True, direction="backward"), (16,)))
+    assert set(quick) < set(points) and {p.direction for p in quick} == {"backward"}
+
+
+def test_a_contender_that_fails_leaves_its_cells_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(kind: str, s: Tensor, r: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        s, y = chains.site(kind, s, r, weight, bias)
+        return s, y * 1.1
+
+    def broken() -> chains.Site:
+        raise ImportError("no such symbol")
+
+    right = peers.Peer("right", "cpu", ("torch",), site=lambda: chains.site)
+    others = [
+        peers.Peer("wrong", "cpu", ("torch",), site=lambda: wrong),
+        peers.Peer("broken", "cpu", ("torch",), site=broken),
+        peers.Peer("layer_norm_only", "cpu", ("torch",), norms=("layer_norm",), site=lambda: chains.site),
+        peers.Peer("absent", "cpu", ("no_such_package",), site=lambda: chains.site),
+        peers.Peer("models_only", "cpu", ("torch",)),
+        peers.Peer("elsewhere", "cuda", ("torch",), site=lambda: chains.site),
+    ]
+    monkeypatch.setattr(peers, "PEERS", (right, *others))
+    monkeypatch.setattr(timing, "rounds_within", lambda *_, **__: 2)
+    found = peers.of_kernels("cpu")
+    assert [p.name for p in found] == ["right", "wrong", "broken", "layer_norm_only"]
+    assert peers.absent_note("cpu") == ["peers that are not installed: absent"]
+    row, failed = kernels.measure(point("forward", "rms_norm"), found, Options("cpu"))
+    assert row["right_us"] is not None and row["right_pct_of_copy"] is not None
+    for name in ("wrong", "broken", "layer_norm_only"):
+        assert row[f"{name}_us"] is row[f"{name}_pct_of_copy"] is None
+    assert [line.split(": ")[1:] for line in failed] == [
+        ["wrong", "AssertionError", "wrong", "Tensor-likes are not close!"],
+        ["broken", "ImportError", "no such symbol"],
+    ]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bench import plots, whole_models
-from bench.__main__ import _named
 from bench.suite import Options
 
 
@@ -41,12 +40,22 @@ def test_glue_is_what_is_neither_matmul_nor_attention(name: str, glue: bool) -> 
 def test_a_row_of_the_table(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_models, "PROFILED_CALLS", 2)
     entry = whole_models.Entry("pre_norm_causal", mode, torch.bfloat16)
-    row: Any = whole_models.measure(entry, Options(quick=True))
+    result = whole_models.measure(entry, Options(quick=True))
+    row: Any = result[0]
+    assert result[1] == []
     assert (row["model"], row["mode"], row["dtype"]) == ("pre_norm_causal", mode, "bfloat16")
     assert row["sites"] == row["fused"] == (5 if mode == "inference" else 10)
     for backend in whole_models.BACKENDS:
         assert 0 < row[f"{backend}_glue_ms"] < row[f"{backend}_ms"]
+    assert row["fusepass_peak_mb"] == pytest.approx(row["inductor_peak_mb"], rel=0.02)
+    assert row["eager_peak_mb"] > 4 * 128 * 2 * 4 * 128 / 1e6, "the feed-forward's inner tensor, and what it is made of"
+    if mode == "inference":
+        # 5 sites, 2 GELUs; fusepass' embedding sum is stored, and the last sum is not part of its kernel
+        assert (row["inductor_launches"], row["fusepass_launches"]) == (7, 9)
     assert row["speedup_inductor"] == pytest.approx(row["inductor_ms"] / row["fusepass_ms"])
+    promised = "model mode dtype eager_ms inductor_ms fusepass_ms speedup_eager speedup_inductor spread"
+    assert list(row)[:6] == promised.split()[:6]
+    assert set(promised.split()) | {"inductor_glue_ms", "fusepass_glue_ms", "sites", "fused"} <= set(row)
 
 
 def test_figures(tmp_path: pathlib.Path) -> None:
@@ -58,9 +67,3 @@ def test_figures(tmp_path: pathlib.Path) -> None:
     plots.speedups(entries, tmp_path / "models.png")
     for name in ("kernels", "models"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_results_of_several_suites_have_names_of_their_own() -> None:
-    assert _named(pathlib.Path("out/results.json"), "kernels", True) == pathlib.Path("out/results-kernels.json")
-    assert _named(pathlib.Path("out/results.json"), "kernels", False) == pathlib.Path("out/results.json")
-    assert _named(None, "kernels", True) is None

@@ -6,7 +6,6 @@ kernels, and of ours. Matmuls and attention are the same calls in both.
 
 from __future__ import annotations
 
-import re
 from unittest import mock
 
 import pytest
@@ -15,11 +14,8 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
-from bench import models
+from bench import launches, models
 from fusepass.kernels import ops
-
-CALL = re.compile(r"^ +(?:\w*cpp_fused\w*|fusepass_[0-9a-f]{12})\(", re.MULTILINE)
-OURS = re.compile(r"^ +fusepass_[0-9a-f]{12}\(", re.MULTILINE)
 
 WIDTH = 256  # more than what is too narrow to gain
 
@@ -44,8 +40,7 @@ def _modules(backend: str, name: str, training: bool, dtype: torch.dtype) -> lis
     texts: list[str] = []
 
     def write(lowering: GraphLowering) -> type[_Unloaded]:
-        text = lowering.codegen()[0].value
-        texts.append(text[text.index("def call(") : text.index("def benchmark_compiled_module(")])
+        texts.append(lowering.codegen()[0].value)
         return _Unloaded
 
     model, args = models.example(name, width=WIDTH)
@@ -74,8 +69,8 @@ def test_the_number_of_kernels_never_grows(name: str, mode: str) -> None:
     alone = _modules("inductor", name, training, dtype)
     torch._dynamo.reset()
     fused = _modules("fusepass", name, training, dtype)
-    assert not any(OURS.findall(text) for text in alone)
-    assert OURS.findall(fused[0])
+    assert not any(launches.calls_of_ours(text) for text in alone)
+    assert launches.calls_of_ours(fused[0])
     allowed = 1 if name.startswith(MORE) else 0
     for ours, theirs in zip(fused, alone, strict=True):
-        assert 0 < len(CALL.findall(ours)) <= len(CALL.findall(theirs)) + allowed
+        assert 0 < launches.calls(ours) <= launches.calls(theirs) + allowed

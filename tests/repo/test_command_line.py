@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import fusepass.__main__ as cli
-from bench import timing
+from bench import __main__ as bench
+from bench import suite, timing
 from bench.__main__ import main as bench_main
-from bench.suite import Table
+from bench.suite import Options, Table
 from fusepass import environment
 
 FACTORY = """
@@ -89,10 +90,21 @@ def test_table_as_text_json_and_markdown(tmp_path: Path) -> None:
     table = Table("kernels", [{"norm": "rms_norm", "copy_us": 12.3456}], ["one line"], {"torch": "2.x"}, "2026-01-01")
     assert table.text().splitlines()[:2] == ["torch: 2.x", "date: 2026-01-01"]
     assert "12.35" in table.text()
-    table.write_json(tmp_path / "t.json")
-    assert json.loads((tmp_path / "t.json").read_text())["rows"] == [{"norm": "rms_norm", "copy_us": 12.3456}]
-    table.write_markdown(tmp_path / "t.md")
-    assert "| rms_norm |     12.35 |" in (tmp_path / "t.md").read_text()
+    suite.write_json([table], tmp_path / "t.json")
+    one = json.loads((tmp_path / "t.json").read_text())
+    rows = [{"norm": "rms_norm", "copy_us": 12.3456}]
+    assert (one["suite"], one["rows"], one["summary"]) == ("kernels", rows, ["one line"])
+    other = Table("audit", [{"kernel": "k"}], ["another"], {"torch": "2.x"}, "2026-01-01")
+    suite.write_json([table, other], tmp_path / "new" / "t.json", several=True)
+    several = json.loads((tmp_path / "new" / "t.json").read_text())
+    assert several["environment"] == one["environment"] == {"torch": "2.x"}
+    assert several["suites"] == {
+        "kernels": {"rows": rows, "summary": ["one line"]},
+        "audit": {"rows": [{"kernel": "k"}], "summary": ["another"]},
+    }
+    suite.write_markdown([table, other], tmp_path / "t.md")
+    written = (tmp_path / "t.md").read_text()
+    assert "| rms_norm |     12.35 |" in written and written.index("## kernels") < written.index("## audit")
 
 
 def test_interleaving_takes_every_measure_once_a_round() -> None:
@@ -110,3 +122,50 @@ def test_interleaving_takes_every_measure_once_a_round() -> None:
 
 def test_spread_is_the_distance_of_the_quartiles() -> None:
     assert timing.Sample((1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)).spread == pytest.approx(4 / 4)
+
+
+def test_a_group_goes_on_after_a_suite_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Options] = {}
+
+    def run(options: Options) -> Table:
+        given["second"] = options
+        return Table("second", [{"a": 1}], ["done"], {"torch": "2.x"}, "2026-01-01")
+
+    def fail(options: Options) -> Table:
+        given["first"] = options
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(bench, "SUITES", {"first": fail, "second": run})
+    monkeypatch.setattr(bench, "GROUPS", {"both": bench.Group("", {"first": 5.0, "second": None}, max_autotune=False)})
+    monkeypatch.setattr(environment, "gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(bench, "_today", lambda: "2026-01-02")
+    figure = tmp_path / "f.png"
+    assert bench_main(["both", "--device", "cuda", "--results", str(tmp_path), "--plot", str(figure)]) == 1
+    captured = capsys.readouterr()
+    assert "first failed:" in captured.err and "RuntimeError: out of luck" in captured.err
+    assert "done" in captured.out
+    assert given["first"] == Options("cuda", plot=tmp_path / "f-first.png", seconds=5.0, max_autotune=False)
+    assert given["second"] == Options("cuda", plot=tmp_path / "f-second.png", max_autotune=False)
+    result = json.loads((tmp_path / "nvidia-h200-2026-01-02.json").read_text())
+    assert result["suites"] == {"second": {"rows": [{"a": 1}], "summary": ["done"]}}
+    assert "## second" in (tmp_path / "nvidia-h200-2026-01-02.md").read_text()
+
+
+def test_the_groups_are_of_suites() -> None:
+    assert set(bench.GROUPS["all"].suites) == set(bench.SUITES) == set(bench.MEANINGS)
+    assert set(bench.GROUPS["gpu"].suites) <= set(bench.SUITES)
+    assert sum(s or 0 for s in bench.GROUPS["gpu"].suites.values()) < 6 * 60
+
+
+def test_a_suite_in_which_fusepass_failed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    for failed in (False, True):
+        monkeypatch.setitem(bench.SUITES, "audit", lambda _, failed=failed: Table("audit", [{"a": 1}], failed=failed))
+        assert bench_main(["audit"]) == failed
+
+
+def test_a_device_as_part_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "cpu_name", lambda: "AMD EPYC 9B14 (Genoa)")
+    monkeypatch.setattr(environment, "gpu_name", lambda: None)
+    assert [environment.slug(d) for d in ("cpu", "cuda")] == ["amd-epyc-9b14-genoa", "cuda"]
