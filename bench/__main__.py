@@ -39,7 +39,7 @@ SUITES: dict[str, Callable[[Options], Table]] = {
 MEANINGS = {
     "kernels": "time per site",
     "models": "whole models, and their kernels other than matmuls and attention",
-    "compile-time": "cold, with depth",
+    "compile-time": "cold and warm, with depth",
     "traffic": "tiles moved on a GPU, counted without one",
     "training": "loss curves of 200 steps against eager and Inductor",
     "gradient-flow": "gradient norms per layer of deep stacks, and training of a very deep one",
