@@ -49,13 +49,13 @@ ON_GPU = (
 
 
 def run(options: Options) -> Table:
-    """Time every point of the grid, or those that `options.seconds` allow to begin."""
+    """Time every point of the grid, or those that `options.budget` allows to begin."""
     rows: list[Row] = []
     failures: list[str] = []
     contenders = peers.of_kernels(options.device)
     with timing.thread_count_kept() as threads:
         points = list(_grid(options, options.threads or (threads,)))
-        deadline = timing.Deadline(options.seconds)
+        deadline = timing.Deadline(options.budget)
         with progress(len(points), "kernels") as step:
             for point in itertools.takewhile(lambda _: not deadline.over, points):
                 step(str(point))

@@ -14,6 +14,7 @@ from tabulate import tabulate
 from fusepass import environment
 
 Row = Mapping[str, Any]
+QUICK_SECONDS = 100.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Options:
     plot: pathlib.Path | None = None
     seconds: float | None = None
     max_autotune: bool | None = None
+
+    @property
+    def budget(self) -> float | None:
+        """The seconds within which points of `kernels` and `models` may begin: with `quick` there is always an end."""
+        return QUICK_SECONDS if self.seconds is None and self.quick else self.seconds
 
 
 @dataclass(frozen=True)

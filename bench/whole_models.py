@@ -76,13 +76,13 @@ class Entry:
 
 
 def run(options: Options) -> Table:
-    """Time every entry, or those that `options.seconds` allow to begin; `quick` takes two of the blocks in BF16."""
+    """Time every entry, or those that `options.budget` allows to begin; `quick` takes two of the blocks in BF16."""
     entries = list(_entries(options))
     rows: list[Row] = []
     failures: list[str] = []
     with timing.thread_count_kept() as threads, progress(len(entries), "models") as step:
         torch.set_num_threads(options.threads[0] if options.threads else threads)
-        deadline = timing.Deadline(options.seconds)
+        deadline = timing.Deadline(options.budget)
         for entry in itertools.takewhile(lambda _: not deadline.over, entries):
             step(str(entry))
             row, failed = measure(entry, options)
@@ -125,8 +125,8 @@ def measure(entry: Entry, options: Options) -> tuple[Row, list[str]]:
         except Exception as e:
             failed.append(f"{entry}: {name}: {first_line(e)}")
     measures = {name: timing.call(call) for name, call in steps.items()}
-    seconds = 2.0 if options.quick else 5.0
-    rounds = timing.rounds_within(seconds, measures.values(), at_least=15, at_most=400)
+    seconds, least = (2.0, 5) if options.quick else (5.0, 15)
+    rounds = timing.rounds_within(seconds, measures.values(), at_least=least, at_most=400)
     taken = timing.interleave(measures, rounds=rounds)
     ms = {name: 1e3 * sample.median for name, sample in taken.items()}
     both = all(b in ms for b in BACKENDS)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench import timing
+from bench.suite import Options
 
 
 def test_preparation_is_not_timed() -> None:
@@ -80,6 +81,11 @@ def test_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 6)
     assert late.over and late.note(9, 4) == ["4 of 9 points: the 5 s were over"]
+
+
+def test_quick_has_an_end() -> None:
+    assert Options().budget is None and Options(seconds=7.0).budget == 7.0
+    assert Options(quick=True).budget == 100.0 and Options(quick=True, seconds=7.0).budget == 7.0
 
 
 def test_interleave_takes_every_measure_once_a_round() -> None:

@@ -47,7 +47,7 @@ def test_a_row_of_the_table(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["sites"] == row["fused"] == (5 if mode == "inference" else 10)
     for backend in whole_models.BACKENDS:
         assert 0 < row[f"{backend}_glue_ms"] < row[f"{backend}_ms"]
-    assert row["fusepass_peak_mb"] == pytest.approx(row["inductor_peak_mb"], rel=0.02)
+    assert row["fusepass_peak_mb"] == pytest.approx(row["inductor_peak_mb"], rel=0.05)
     assert row["eager_peak_mb"] > 4 * 128 * 2 * 4 * 128 / 1e6, "the feed-forward's inner tensor, and what it is made of"
     if mode == "inference":
         # 5 sites and 2 GELUs; the embeddings, which Inductor looks up in the first site's kernel, are 2 more
