@@ -77,7 +77,7 @@ def _grid(options: Options, threads: tuple[int, ...]) -> Iterator[Point]:
             for (rows, cols), norm in itertools.product(some, NORMS if direction in directions else ()):
                 yield Point(direction, norm, rows, cols, dtype, threads[0])
         return
-    shapes = SHAPES[:2] if options.quick else SHAPES
+    shapes = SHAPES[:1] if options.quick else SHAPES
     for direction, count, norm, dtype, (rows, cols) in itertools.product(directions, threads, NORMS, DTYPES, shapes):
         yield Point(direction, norm, rows, cols, dtype, count)
 
