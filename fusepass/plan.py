@@ -17,7 +17,7 @@ from .provenance import graph_kind, is_after_graph_break
 from .recognise import Norm, recognise
 from .recognise_backward import recognise_backward
 from .region_program import Region, build_region
-from .residual import gradient_sum, is_residual_add, look_back, normalised, resembles, residual_sum
+from .residual import gradient_sum, is_added, is_residual_add, look_back, normalised, resembles, residual_sum
 from .row_program import DTYPE_NAMES, MAX_COLS
 from .rules import REDUCTIONS, reduced_dims, val
 from .verdict import Reason, Rejection
@@ -117,9 +117,9 @@ def _plan_region(region: Region, lifted: dict[fx.Node, Lifted], is_backward: boo
     if misses and len(misses) < len(norms):  # what looks like a norm and is none stays out of the others' kernel
         untouched = [_judge(region, norm, device) for norm in misses]
         region = _without(region, misses, norms, lifted)
-        again = (*recognise(region.program), *recognise_backward(region.program))
-        verdicts = [_judge(region, n, device) for n in again if n.rejection is None] + untouched
-    if not any(v.rejection is None and v.residual for v in verdicts):
+        norms = (*recognise(region.program), *recognise_backward(region.program))
+        verdicts = [_judge(region, n, device) for n in norms if n.rejection is None] + untouched
+    if not any(v.rejection is None and v.residual for v in verdicts) and not _sums_in_the_stream(region, norms):
         # beside a fused one, a norm without a residual sum (a sandwich block's inner norm) is part of its kernel
         verdicts = [v if v.rejection else _without_residual(v) for v in verdicts]
     return PlannedRegion(region, tuple(verdicts), cost.traffic(region, device.type), device)
@@ -192,6 +192,15 @@ def _judge(region: Region, norm: Norm, device: torch.device) -> Verdict:
     if rejection is None and device.type not in DEVICES:
         rejection = Rejection(Reason.UNSUPPORTED_DEVICE, f"device {device} is not one of {', '.join(DEVICES)}")
     return Verdict(norm.kind, node, sum_node, rejection, start)
+
+
+def _sums_in_the_stream(region: Region, norms: Sequence[Norm]) -> bool:
+    """Whether a region sums columns, and adds a norm's gradient to that of the residual stream around the norm.
+
+    That is a kernel to be had even where no sum stands in front of the norm: a Pre-Norm model's first one.
+    """
+    joined = (n.joined or is_added(region.nodes, region.node_of(n.output)) for n in norms if n.backward)
+    return bool(region.program.col_sums) and any(joined)
 
 
 def _without(region: Region, misses: list[Norm], norms: Sequence[Norm], lifted: dict[fx.Node, Lifted]) -> Region:

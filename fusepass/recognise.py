@@ -46,7 +46,7 @@ class Norm:
     where it has one); `reductions` the row statistics it uses; `rejection` is set for a near-miss. Of a norm's
     gradient (`backward`), `input` is still the norm's own input and `output` the gradient of it. `scaled` says that
     the statistic is a multiple of the pattern's and a factor makes up for it: perhaps it is a multiple of `input` that
-    is normalised.
+    is normalised. `joined` says that another gradient has been added to `output` by then.
     """
 
     kind: str
@@ -56,6 +56,7 @@ class Norm:
     rejection: Rejection | None = None
     backward: bool = False
     scaled: bool = False
+    joined: bool = False
 
 
 @dataclass(frozen=True)

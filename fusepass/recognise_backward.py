@@ -121,7 +121,7 @@ def _gradient_of(program: RowProgram, z: str, g: str, reductions: frozenset[str]
             if found is not None and tiles != added:
                 break
             added = tiles
-            found = Norm(kind, z, s.name, frozenset(used), backward=True)
+            found = Norm(kind, z, s.name, frozenset(used), backward=True, joined=bool(tiles))
     return found
 
 

@@ -68,7 +68,9 @@ def test_it_follows_the_callers_grad_mode_and_leaves_the_model_as_it_was() -> No
     x = torch.randn(4, 32, requires_grad=True)
     state = torch.get_rng_state()
     report = fusepass.explain(model, x)
-    assert [s.graph for s in report.sites if s.fused] == ["forward", "forward", "backward", "backward"]
+    sites = [s.graph for s in report.sites if s.fused and s.residual]
+    assert sites == ["forward", "forward", "backward", "backward"]
+    assert report.fused == report.fused_backward == 2
     assert report.graphs == 2, "one forward and one backward graph"
     assert all(p.grad is None for p in model.parameters()) and x.grad is None
     assert float(model.calls) == 0

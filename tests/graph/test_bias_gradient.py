@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusepass.verdict import Reason
 from tests.graph.capture import Captured, fuse
 from tests.graph.test_backward import backward, kernels_of, sums
 from tests.tolerances import assert_same_sums
@@ -136,3 +137,30 @@ class Waits(torch.autograd.Function):
         x, w = ctx.saved_tensors
         db = dy.sum(0)
         return dy @ w + db, dy.T @ x, db
+
+
+def _stream(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+    """The first sublayer of a Pre-Norm model: no sum in front of its norm, but the stream goes around it."""
+    return x + F.rms_norm(x, (D,), g) @ w
+
+
+def test_the_backward_of_a_norm_without_a_sum_in_front_is_fused_where_the_streams_own_gradient_is_added() -> None:
+    captured = check(_stream, leaves((9, D), (D,), (D, D)), kernels=1)
+    forward, after = captured.sites
+    assert (forward.graph, forward.fused, forward.reason) == ("forward", False, Reason.NO_RESIDUAL)
+    assert (after.graph, after.norm, after.residual, after.fused) == ("backward", "rms_norm", False, True)
+    (kernel,) = kernels_of(captured.after[1])
+    assert str(kernel.kwargs["program"]).count("col_sum") == 1
+    assert list(sums(captured.after[1].graph)) == []
+
+
+ALONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "nothing goes around it": lambda x, w: F.rms_norm(x, (D,), w[0]) @ w,
+    "its backward sums no columns": lambda x, w: x + F.rms_norm(x, (D,)) @ w,
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_backward_of_another_norm_without_a_sum_in_front_is_left_alone(name: str) -> None:
+    captured = check(ALONE[name], leaves((9, D), (D, D)), kernels=0)
+    assert [(s.graph, s.reason) for s in captured.sites] == [(g, Reason.NO_RESIDUAL) for g in ("forward", "backward")]

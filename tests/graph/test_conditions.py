@@ -15,6 +15,7 @@ import pytest
 import torch.nn.functional as F
 
 from fusepass import plan, recognise
+from tests.graph import test_bias_gradient
 from tests.graph import test_near_misses as near_misses
 
 
@@ -74,9 +75,18 @@ CONDITIONS: dict[str, tuple[ModuleType, str, str, str, Callable[[], None]]] = {
     "the residual": (
         plan,
         "_plan_region",
-        "if not any(v.rejection is None and v.residual for v in verdicts):",
-        "if False:",
+        "if not any(v.rejection is None and v.residual for v in verdicts) and",
+        "if False and",
         near_miss("no residual"),
+    ),
+    "the residual stream": (
+        plan,
+        "_sums_in_the_stream",
+        "and any(joined)",
+        "",
+        lambda: test_bias_gradient.test_the_backward_of_another_norm_without_a_sum_in_front_is_left_alone(
+            "nothing goes around it"
+        ),
     ),
     "the sum is in the region": (
         plan,
