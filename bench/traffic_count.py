@@ -9,6 +9,8 @@ What is counted is all that a GPU runs outside matmuls and attention:
   up: these are counted apart (`inductor_workspace_tiles`, written once and read once; `inductor_workspace_kernels`).
 - fusepass' kernels: what the kernel moves by its own account, which includes partial sums and second reads from memory.
 - A whole tile that a matmul adds to its product (Inductor folds a residual add into `addmm` where it can): one read.
+  ATen, on CUDA, first copies such a tile into the product's memory (up to torch 2.13; pull request 191706 of
+  pytorch/pytorch says so): a read, a write and a kernel more for each, which are not counted.
 """
 
 from __future__ import annotations
