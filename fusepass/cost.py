@@ -9,9 +9,9 @@ operand is read once, each output written once. Inductor's is an estimate, from 
   sums over columns join the row reductions' kernel only on a GPU and only for many rows (the conditions of torch 2.11
   to 2.14); elsewhere they read their tiles again too.
 
-- It looks embeddings up in the kernel that reads them. For us they are stored by a kernel of their own, and read again;
-  counted on a GPU only, where that kernel's launch comes on top: on a CPU the site as a whole was measured as fast as
-  Inductor's or faster, at 768 and 2048 columns.
+- It looks embeddings up in the kernel that reads them, and so do we, unless something else needs them in memory. Then
+  they are stored by a kernel of their own, and read again; counted on a GPU only, where that kernel's launch comes on
+  top: on a CPU the site as a whole was measured as fast as Inductor's or faster, at 768 and 2048 columns.
 
 On a CPU the end of a row costs time too: its sums have to be finished before the row is read again. In the time that
 this takes, so many columns could have been moved: a site of narrow rows is as fast without us. The figures were
@@ -117,7 +117,7 @@ def _read_for_column_sums(p: RowProgram, joined: bool) -> int:
 
 def _part(read: Read, region: Region) -> float:
     """How much of a tile an operand is: less than one where it repeats over some of the rows."""
-    size, rows = val(read.node).numel(), region.space.rows
+    size, rows = val(read.source).numel(), region.space.rows
     if isinstance(size, int) and isinstance(rows, int) and rows:
         return min(1.0, size / (rows * region.space.cols))
     return 0.0 if "0" in read.index else 1.0

@@ -19,6 +19,10 @@ class KernelError(FusepassError, RuntimeError):
     """A fused kernel was called with tensors that its program does not describe."""
 
 
+class PositionError(KernelError, IndexError):
+    """A fused kernel was to look up a row that its table does not have, as of an embedding that is too short."""
+
+
 class ExpectationError(FusepassError):
     """`fusepass.expect` is set, and another number of sites was fused."""
 

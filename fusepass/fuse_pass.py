@@ -16,6 +16,7 @@ from .graph_pass import GraphPass
 from .kernels import ops
 from .kernels.source import source
 from .lift import Lifted, first_mutation, lift
+from .lookups import read_slices
 from .merge import merge_equal
 from .options import Options, resolve
 from .plan import Plan, PlannedRegion, Verdict, make_plan, unnormed_sums
@@ -68,7 +69,7 @@ class FusePass(GraphPass):
         try:
             lifted, plan = self._analyse(graph)
             fused = {n for p in plan.regions if p.fuse for n in p.region.nodes}
-            if fused and merge_equal(graph, fused):
+            if fused and (merge_equal(graph, fused) | read_slices(graph, fused)):
                 lifted, plan = self._analyse(graph)
             quiet = unnormed_sums(graph, plan)
         except Exception as e:

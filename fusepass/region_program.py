@@ -16,10 +16,11 @@ from torch import fx
 
 from ._torch_compat import same_size, size_text
 from .lift import Lifted, Space
+from .lookups import Lookup, lookup_of
 from .moves import RowOrder, row_orders
 from .regions import REPEATABLE
 from .row_ops import COL_REDUCTIONS, GENERATORS, POINTWISE, ROW_REDUCTIONS
-from .row_program import Kind, Operand, Output, RowProgram, Statement
+from .row_program import Kind, Operand, Output, RowProgram, Statement, lookups
 from .rules import Role, val
 
 _REDUCES = (Role.REDUCTION, Role.COLUMN_SUM)
@@ -32,7 +33,8 @@ class Read:
     `index` has one row-index expression per leading dimension of `node`, unless `flatten`: then the leading dimensions
     are seen as one; or `lead`: then they are seen as these. `rows` is the shape of the region's rows where the tensor
     is used, which the index is relative to, in the order `order` where they are moved; `of_tile` says that it is used
-    beside a tile, so that its last dimension is the column (or one).
+    beside a tile, so that its last dimension is the column (or one). Of a table, `lookup` is the embedding that is
+    looked up in it.
     """
 
     node: fx.Node
@@ -43,6 +45,12 @@ class Read:
     of_tile: bool = True
     order: RowOrder | None = None
     lead: tuple[Any, ...] = ()
+    lookup: fx.Node | None = None
+
+    @property
+    def source(self) -> fx.Node:
+        """The node whose value the operand is, row by row."""
+        return self.lookup or self.node
 
 
 @dataclass
@@ -72,7 +80,7 @@ class Region:
     def holder_of(self, value: str) -> fx.Node:
         """The node that holds a value of the program: a member, or the node that an operand reads."""
         names = [o.name for o in self.program.operands]
-        return self.reads[names.index(value)].node if value in names else self.node_of(value)
+        return self.reads[names.index(value)].source if value in names else self.node_of(value)
 
 
 class Unsupported(Exception):
@@ -176,13 +184,14 @@ class _Builder:
     def _live_names(self, outputs: list[str]) -> dict[str, str]:
         """Old to new name of every value that the outputs need, numbered without gaps."""
         by_name = {s.name: s for s in self.statements.values()}
+        at = {o.name: [positions for positions, _ in lookups(o.index)] for o in self.operands.values()}
         live: set[str] = set()
         stack = list(outputs)
         while stack:
             name = stack.pop()
             if name not in live:
                 live.add(name)
-                stack.extend(by_name[name].value_args if name in by_name else ())
+                stack.extend(by_name[name].value_args if name in by_name else at[name])
         renamed = {o.name: o.name for o in self.operands.values() if o.name in live}
         return renamed | {name: f"v{i}" for i, name in enumerate(n for n in by_name if n in live)}
 
@@ -268,13 +277,34 @@ class _Builder:
             read = self._read_moved(node, shape, self.orders[user])
         else:
             read = self._read(node, shape, of_tile)
+        if of_tile and read.kind in (Kind.TILE, Kind.COL) and (lookup := lookup_of(node)):
+            read = self._look_up(node, lookup, read, shape[:-1])
+        prefix = {Kind.TILE: "x", Kind.ROW: "r", Kind.COL: "w", Kind.SCALAR: "a"}[read.kind]
+        return self._named(read, prefix)
+
+    def _named(self, read: Read, prefix: str) -> str:
         key = (read.node, read.kind, read.index, len(read.lead))
         if key not in self.operands:
-            prefix = {Kind.TILE: "x", Kind.ROW: "r", Kind.COL: "w", Kind.SCALAR: "a"}[read.kind]
-            name = f"{prefix}{sum(o.kind is read.kind for o in self.operands.values())}"
-            self.operands[key] = self.named[name] = Operand(name, read.kind, val(node).dtype, read.index)
+            name = f"{prefix}{sum(o.name.startswith(prefix) for o in self.operands.values())}"
+            self.operands[key] = self.named[name] = Operand(name, read.kind, val(read.node).dtype, read.index)
             self.reads[name] = read
         return self.operands[key].name
+
+    def _look_up(self, node: fx.Node, lookup: Lookup, read: Read, lead: list[Any]) -> Read:
+        """How `node`, an embedding that would be read as `read`, is looked up in its table."""
+        at = lookup.positions
+        if read.order is not None:
+            if read.lead or at is not node.args[1] or len(read.index) != val(at).ndim:
+                return read
+            by_row = Read(at, Kind.ROW, read.index, False, read.rows, False, read.order)
+        elif all(same_size(d, 1) for d in val(at).shape):
+            by_row = Read(at, Kind.ROW, ("0",) * val(at).ndim, False, tuple(lead), False)
+        else:
+            by_row = self._read(at, lead, False)
+        table_rows = val(lookup.table).shape[0]
+        bound = str(table_rows) if isinstance(table_rows, int) else self._size_name(table_rows)
+        index = (f"{self._named(by_row, 'p')} < {bound}",)
+        return Read(lookup.table, Kind.TILE, index, False, by_row.rows, True, lookup=node)
 
     def _read(self, node: fx.Node, shape: list[Any], of_tile: bool) -> Read:
         """How `node`, broadcast to `shape` (that of a tile, or of a row-valued node), is indexed by row and column."""

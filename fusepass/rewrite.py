@@ -12,6 +12,7 @@ from torch import fx
 
 from ._torch_compat import detect_fake_mode, is_called, size_text, stable_topological_sort, tree_leaves
 from .errors import FusepassError
+from .lookups import erase_unread
 from .lower import KernelCall, lower
 from .plan import PlannedRegion
 from .region_program import Read
@@ -59,6 +60,9 @@ class Rewriter:
         for node in reversed(planned.region.nodes):
             if not node.users:
                 self.graph.erase_node(node)
+        for read in planned.region.reads:
+            if read.lookup is not None:
+                erase_unread(self.graph, read.lookup)
         self.done.append(planned)
         return edit.kernel
 

@@ -20,12 +20,20 @@ graph that Inductor has cached, say) can rebuild the kernel.
 
 Every value has a kind (`tile`: rows x cols, `row`: one per row, `col`: one per column, `scalar`) and a dtype, to which
 it is rounded before it is used: a row program has the roundings of the graph that it came from. Arithmetic between
-roundings is FP32, or FP64 where a value is FP64. A value of dtype `b8` is a truth value, 1 or 0 in arithmetic; an `i64`
-is a scalar that seeds random numbers; `i8`, `e4m3` and `e5m2` are what a cast stores, and never an argument. A column
+roundings is FP32, or FP64 where a value is FP64. A value of dtype `b8` is a truth value, 1 or 0 in arithmetic; a
+scalar `i64` seeds random numbers; `i8`, `e4m3` and `e5m2` are what a cast stores, and never an argument. A column
 sum (`c: col bf16 = col_sum(t)`) adds up all rows in FP32 and rounds once; it is an output, never an argument. The
 bracket after an operand or output has one row-index expression for each leading dimension of the tensor: element (row,
 col) of `x1` is `x1[0, row % 128, col]`. An expression is a number or `row`, optionally `// divisor` and `% modulus`,
 where divisors are numbers, names of `sizes`, or products. A semicolon may stand for a line break.
+
+A tensor may also be looked up at *positions*: integers (`i64` or `i32`), one per row, that are an operand like any
+other but serve no other purpose. The lines
+
+    in p0: row i64 [row]
+    in x0: tile bf16 [p0 < 50257]
+
+read the rows of a table of 50,257 rows that `p0` numbers. A position outside of `0 <= p0 < 50257` is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +42,7 @@ import enum
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
@@ -51,7 +59,8 @@ FLOATS: dict[str, torch.dtype] = {
     "f16": torch.float16,
 }
 QUANTISED: dict[str, torch.dtype] = {"i8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-DTYPES: dict[str, torch.dtype] = {**FLOATS, "b8": torch.bool, "i64": torch.int64, **QUANTISED}
+POSITIONS: dict[str, torch.dtype] = {"i64": torch.int64, "i32": torch.int32}
+DTYPES: dict[str, torch.dtype] = {**FLOATS, "b8": torch.bool, **POSITIONS, **QUANTISED}
 HALVES = frozenset({torch.bfloat16, torch.float16})
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -196,6 +205,7 @@ _STATEMENT = re.compile(r"(\w+): (tile|row|col|scalar) (\w+) = (\w+)\((.*)\)")
 _OUTPUT = re.compile(r"out (\w+)(?: \[(.*)\])?")
 _TERM = r"(?:\d+|[a-z]\w*)(?:\*(?:\d+|[a-z]\w*))*"
 _INDEX = re.compile(rf"0|row(?: // (?P<div>{_TERM}))?(?: % (?P<mod>{_TERM}))?")
+_LOOKUP = re.compile(r"(?P<positions>[a-z]\w*) < (?P<bound>\d+|[a-z]\w*)")
 _NUMBER = re.compile(r"[-+]?(\d.*|inf|nan)")
 
 
@@ -230,6 +240,17 @@ def index_terms(expr: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     return tuple(m["div"].split("*")) if m["div"] else (), tuple(m["mod"].split("*")) if m["mod"] else ()
 
 
+def lookup(expr: str) -> tuple[str, str] | None:
+    """The positions that an index expression looks up and their bound, a number or a size; None if it is by row."""
+    m = _LOOKUP.fullmatch(expr)
+    return (m["positions"], m["bound"]) if m else None
+
+
+def lookups(index: tuple[str, ...]) -> list[tuple[str, str]]:
+    """The positions, and their bounds, that an operand is looked up at."""
+    return [found for expr in index if (found := lookup(expr))]
+
+
 def bracketed(expr: str) -> str:
     """A row-index expression with brackets around products, as Python and C++ need them."""
     return re.sub(r"(//|%) (\w+(?:\*\w+)+)", r"\1 (\2)", expr)
@@ -254,12 +275,13 @@ def _verify(p: RowProgram) -> None:
         raise ProgramError(f"expected 1 <= cols <= {MAX_COLS}, got cols={p.cols}")
     seen: dict[str, Operand | Statement] = {}
     for o in p.operands:
+        _check_index(p, o.name, o.kind, [e for e in o.index if not _is_lookup(p, seen, o.name, e)], bool(o.index))
         _define(seen, o)
-        _check_index(p, o.name, o.kind, o.index)
         if o.dtype in QUANTISED.values():
             raise ProgramError(f"{o.name}: {DTYPE_NAMES[o.dtype]} is no operand's dtype")
-        if o.dtype is torch.int64 and o.kind is not Kind.SCALAR:
-            raise ProgramError(f"{o.name}: an i64 operand is a scalar, not a {o.kind.value}")
+        if o.dtype in POSITIONS.values() and o.kind is not Kind.ROW and (o.dtype, o.kind) != (torch.int64, Kind.SCALAR):
+            name = DTYPE_NAMES[o.dtype]
+            raise ProgramError(f"{o.name}: an {name} operand is a scalar seed or one position a row, no {o.kind.value}")
     for s in p.statements:
         _check_statement(p, seen, s)
         _define(seen, s)
@@ -268,10 +290,11 @@ def _verify(p: RowProgram) -> None:
     for out in p.outputs:
         if out.value not in seen:
             raise ProgramError(f"out {out.value}: no such value")
-        if seen[out.value].dtype is torch.int64:
-            raise ProgramError(f"out {out.value}: a seed is no output")
-        _check_index(p, out.value, seen[out.value].kind, out.index)
+        if seen[out.value].dtype in POSITIONS.values():
+            raise ProgramError(f"out {out.value}: a seed or a position is no output")
+        _check_index(p, out.value, seen[out.value].kind, out.index, bool(out.index))
     used = {a for s in p.statements for a in s.value_args} | {out.value for out in p.outputs}
+    used |= {positions for o in p.operands for positions, _ in lookups(o.index)}
     if unused := [name for name in seen if name not in used]:
         raise ProgramError(f"values that nothing uses: {', '.join(unused)}")
 
@@ -286,8 +309,20 @@ def _define(seen: dict[str, Operand | Statement], value: Operand | Statement) ->
     seen[value.name] = value
 
 
-def _check_index(p: RowProgram, name: str, kind: Kind, index: tuple[str, ...]) -> None:
-    if (kind in (Kind.TILE, Kind.ROW)) != bool(index):
+def _is_lookup(p: RowProgram, seen: dict[str, Operand | Statement], name: str, expr: str) -> bool:
+    if not (found := lookup(expr)):
+        return False
+    positions, bound = found
+    value = seen.get(positions)
+    if value is None or value.kind is not Kind.ROW or value.dtype not in POSITIONS.values():
+        raise ProgramError(f"{name}: {expr!r} looks up {positions}, expected an earlier operand, row i64 or row i32")
+    if bound == "0" or (not bound.isdigit() and bound not in p.sizes):
+        raise ProgramError(f"{name}: the bound of {expr!r} is neither a positive number nor one of sizes={p.sizes}")
+    return True
+
+
+def _check_index(p: RowProgram, name: str, kind: Kind, index: Sequence[str], has_index: bool) -> None:
+    if (kind in (Kind.TILE, Kind.ROW)) != has_index:
         raise ProgramError(f"{name}: a tile or row needs a row index and a col or scalar has none, got {index}")
     for expr in index:
         m = _INDEX.fullmatch(expr)
@@ -341,5 +376,5 @@ def _check_dtypes(seen: dict[str, Operand | Statement], s: Statement, where: str
         raise ProgramError(f"{where}: {narrow[0]} is {DTYPE_NAMES[seen[narrow[0]].dtype]}, which is only stored")
     if s.op in GENERATORS and s.dtype is not torch.float32:
         raise ProgramError(f"{where}: random numbers are f32, not {DTYPE_NAMES[s.dtype]}")
-    if s.op not in GENERATORS and any(seen[a].dtype is torch.int64 for a in s.value_args):
-        raise ProgramError(f"{where}: an i64 seeds random numbers and is nothing else")
+    if s.op not in GENERATORS and any(seen[a].dtype in POSITIONS.values() for a in s.value_args):
+        raise ProgramError(f"{where}: an i64 seeds random numbers or is a position, and nothing else")

@@ -18,9 +18,10 @@ from torch import fx
 from ._torch_compat import no_dispatch_modes, same_size, size_text
 from .kernels.reference import evaluate, row_indices, uniform
 from .lift import Lifted, is_move
+from .lookups import lookup_of
 from .moves import RowOrder
 from .region_program import Read, Region
-from .row_program import Kind, Operand, RowProgram
+from .row_program import Kind, Operand, RowProgram, lookup
 from .rules import CASTS, VIEWS, Role, eager_arguments, is_random, random_op, val
 from .verdict import Reason, Rejection
 
@@ -28,6 +29,7 @@ aten = torch.ops.aten
 
 RELATIVE_TOLERANCE = 1e-8
 _MOST_ELEMENTS = 1 << 22  # of a tile that is checked at its true size
+_TABLE_ROWS = 7  # of a small table
 _checked: dict[tuple[str, str], Rejection | None] = {}
 
 
@@ -62,7 +64,7 @@ def _structure(region: Region) -> str:
 
 def _check_indices(region: Region) -> Rejection | None:
     for operand, read in zip(region.program.operands, region.reads, strict=True):
-        if read.flatten or operand.kind in (Kind.COL, Kind.SCALAR):
+        if read.flatten or read.lookup is not None or operand.kind in (Kind.COL, Kind.SCALAR):
             continue
         if not _index_is_right(read, operand, region):
             detail = f"rows {operand.index} of {read.node.name} are not those that the graph broadcasts"
@@ -180,12 +182,18 @@ def _inputs_and_values(
 @lru_cache(maxsize=1024)
 def _flat(program: RowProgram) -> RowProgram:
     """The program with every row operand read as (rows, cols) or (rows,): index expressions are checked apart."""
-    operands = tuple(Operand(o.name, o.kind, o.dtype, ("row",) if o.index else ()) for o in program.operands)
+    operands = tuple(Operand(o.name, o.kind, o.dtype, _flat_index(o.index)) for o in program.operands)
     return RowProgram(program.cols, operands, program.statements, program.outputs)
 
 
+def _flat_index(index: tuple[str, ...]) -> tuple[str, ...]:
+    if found := next(filter(None, map(lookup, index)), None):
+        return (f"{found[0]} < {_TABLE_ROWS}",)
+    return ("row",) if index else ()
+
+
 def _flat_input(small: torch.Tensor, read: Read, region: Region, shrunk: _Shrunk) -> torch.Tensor:
-    if read.kind in (Kind.COL, Kind.SCALAR):
+    if read.kind in (Kind.COL, Kind.SCALAR) or read.lookup is not None:
         return small
     lead = shrunk.dims(read.rows, read.order)
     if read.kind is Kind.TILE:
@@ -261,7 +269,9 @@ def _make_input(
     while base.target is aten.expand.default and isinstance(base.args[0], fx.Node):
         base = base.args[0]
     base_shape = shrunk.aligned(list(val(base).shape), own, shape) if base is not source else shape
-    if val(source).dtype is torch.bool:
+    if any(base is r.lookup for r in region.reads):
+        tensor = _look_up(base, base_shape, values, shrunk, generator)
+    elif val(source).dtype is torch.bool:
         tensor = torch.rand(base_shape, generator=generator) < 0.5
     elif val(source).dtype is torch.int64:
         tensor = torch.randint(1 << 40, base_shape, generator=generator)
@@ -271,3 +281,19 @@ def _make_input(
         tensor = torch.randn(base_shape, generator=generator, dtype=torch.float64)
     values[base] = tensor
     values[source] = tensor.expand(shape)
+
+
+def _look_up(
+    node: fx.Node, shape: list[int], values: dict[fx.Node, Any], shrunk: _Shrunk, generator: torch.Generator
+) -> torch.Tensor:
+    """What an embedding looks up, at random positions of a small table."""
+    lookup = lookup_of(node)
+    assert lookup is not None and isinstance(node.args[1], fx.Node)
+    own = shrunk.aligned(val(lookup.positions).shape, val(node.args[1]).shape, shape[:-1])
+    for source, make in (
+        (lookup.table, lambda: torch.randn(_TABLE_ROWS, shape[-1], generator=generator, dtype=torch.float64)),
+        (lookup.positions, lambda: torch.randint(_TABLE_ROWS, own, generator=generator)),
+    ):
+        if source not in values:
+            values[source] = make()
+    return values[lookup.table][values[lookup.positions].expand(shape[:-1])]

@@ -34,6 +34,7 @@ _TRITON_TYPES = {
     torch.float16: "fp16",
     torch.bool: "i1",
     torch.int64: "i64",
+    torch.int32: "i32",
     torch.int8: "i8",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from .._torch_compat import inductor_cache_dir, multiprocessors, no_dispatch_modes
-from ..row_program import RowProgram
+from ..row_program import RowProgram, lookups
 from . import schedule as schedules
 from . import triton_code
 from .column_sums import kept_dtype, kept_rows, sum_dtype
@@ -212,14 +212,17 @@ def _stopwatch(job: Job, device: torch.device) -> Callable[[Schedule], float]:
 
 
 def random_tensors(job: Job, device: torch.device) -> dict[str, torch.Tensor]:
-    """A tensor for every layout of `job`."""
+    """A tensor for every layout of `job`; positions are of rows that their table has."""
     generator = torch.Generator(device).manual_seed(0)
+    bounds = dict(found for o in job.program.operands for found in lookups(o.index))
     tensors = {}
     for name, layout in job.layouts.items():
         extent = 1 + sum((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True))
         values = torch.zeros(extent if math.prod(layout.size) else 0, device=device, dtype=layout.dtype)
         if layout.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             values.normal_(generator=generator)
+        elif bound := bounds.get(name):
+            values.random_(int(job.sizes.get(bound, bound)), generator=generator)
         tensors[name] = values.as_strided(layout.size, layout.stride)
     return tensors
 

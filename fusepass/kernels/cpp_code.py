@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from ..row_ops import GENERATORS, POINTWISE
-from ..row_program import HALVES, Kind, Output, RowProgram, Statement, bracketed
+from ..row_program import HALVES, POSITIONS, Kind, Output, RowProgram, Statement, bracketed, lookup, lookups
 from .cpp_placement import Placement
 from .cpp_shift import ROW_FIRST, without_waiting
 from .cpp_statements import (
@@ -71,7 +71,9 @@ def n_strides(kind: Kind, index: tuple[str, ...]) -> int:
 def _row_offset(name: str, index: tuple[str, ...]) -> str:
     terms = []
     for k, expr in enumerate(index):
-        if expr != "0":
+        if found := lookup(expr):
+            terms.append(f"static_cast<int64_t>(*{c_name(found[0])}_at(row)) * a.{name}_stride{k}")
+        elif expr != "0":
             text = re.sub(r"[a-z]\w*", lambda m: "row" if m[0] == "row" else f"a.{c_name(m[0])}", bracketed(expr))
             text = text.replace("//", "/")  # which begins a comment in C++
             terms.append(f"{text} * a.{name}_stride{k}" if text == "row" else f"({text}) * a.{name}_stride{k}")
@@ -263,8 +265,12 @@ class _Writer:
         tensors += [(f"out{i}", o.index) for i, o in enumerate(self.program.outputs)]
         for name, index in tensors:
             if index:
-                at = f"a.{name} + {_row_offset(name, index)}"
-                out.add(f"const auto {name}_at = [&a](int64_t row) {{ return {at}; }};")
+                out.add(self._address(name, index))
+
+    @staticmethod
+    def _address(name: str, index: tuple[str, ...]) -> str:
+        captured = ", ".join(["&a", *dict.fromkeys(f"&{c_name(positions)}_at" for positions, _ in lookups(index))])
+        return f"const auto {name}_at = [{captured}](int64_t row) {{ return a.{name} + {_row_offset(name, index)}; }};"
 
     def _row_pointers(self, out: _Lines) -> None:
         for o in self.program.operands:
@@ -272,7 +278,7 @@ class _Writer:
             if o.kind is Kind.TILE:
                 stride = f"a.{name}_stride{len(o.index)}"
                 out.add(f"const {c_type}* {name}_in = contiguous_row({name}_at(row), {stride}, cols, {name}_gathered);")
-            elif o.kind is Kind.ROW:
+            elif o.kind is Kind.ROW and o.dtype not in POSITIONS.values():
                 out.add(f"const {held(o.dtype)} {name} = static_cast<{held(o.dtype)}>(*{name}_at(row));")
         for i, output in self.placement.tile_outputs:
             c_type = C_TYPE[self.dtype(output.value)]
@@ -369,12 +375,23 @@ class _Writer:
                 out.add(f"flush_partial({c_name(s.name)}_partial, totals + {i} * cols, cols);")
             out.add("}")
 
+    def _check_positions(self, out: _Lines) -> None:
+        """Every position is looked at before a row is read, and before there are threads: they could raise no error."""
+        for o in self.program.operands:
+            if o.kind is Kind.ROW and o.dtype in POSITIONS.values():
+                out.add(self._address(c_name(o.name), o.index))
+        for o in self.program.operands:
+            for positions, bound in lookups(o.index):
+                end = bound if bound.isdigit() else f"a.{c_name(bound)}"
+                out.add(f'check_positions("{o.name}", rows, {end}, {c_name(positions)}_at);')
+
     def _kernel(self) -> list[str]:
         arguments = ", ".join(f"{type_} {name}" for type_, name in self.arguments)
         values = ", ".join(name for _, name in self.arguments if name != "threads")
         out = _Lines()
         out.add(f'extern "C" void {KERNEL_NAME}({arguments}) {{')
         out.add(f"const Arguments a{{{values}}};")
+        self._check_positions(out)
         out.add("const int64_t n_parts = parts_of(threads, rows, cols);")
         call = "run_rows(a, part, begin, end"
         if self.program.col_sums:

@@ -73,6 +73,17 @@ FUSEPASS_INLINE void for_columns(int64_t begin, int64_t end, const Step& step) {
   for_columns_by_turns(begin, end, [&](int64_t c, auto n, auto) __attribute__((always_inline)) { step(c, n); });
 }
 
+// Throws for the first position that is not below `bound`; `at(row)` is where the position of a row lies.
+template <typename At>
+void check_positions(const char* table, int64_t rows, int64_t bound, const At& at) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t position = *at(row);
+    if (static_cast<uint64_t>(position) < static_cast<uint64_t>(bound)) continue;
+    throw std::out_of_range(std::string("operand ") + table + ": position " + std::to_string(position) +
+                            " is not in the range from 0 to " + std::to_string(bound - 1));
+  }
+}
+
 // Runs `body(part, first row, last row + 1)` for each part of the rows, each in a thread of its own.
 template <typename Body>
 void parallel_rows(int64_t n_parts, int64_t rows, const Body& body) {

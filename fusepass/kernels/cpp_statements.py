@@ -22,6 +22,7 @@ C_TYPE = {
     torch.float16: "Half",
     torch.bool: "bool",
     torch.int64: "int64_t",
+    torch.int32: "int32_t",
     torch.int8: "int8_t",
     torch.float8_e4m3fn: "c10::Float8_e4m3fn",
     torch.float8_e5m2: "c10::Float8_e5m2",

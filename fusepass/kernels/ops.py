@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 
 from .._torch_compat import in_the_pool
-from ..errors import KernelError
-from ..row_program import Kind, RowProgram, bracketed, parse
+from ..errors import KernelError, PositionError
+from ..row_program import Kind, RowProgram, bracketed, lookup, lookups, parse
 from . import cpp_build, reference
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def built(program: str) -> None:
         if _kernels.get(program) is None:
             _kernels.pop(program, None)  # one that has failed is built again, for its error
             prefetch(program)
-            _kernels[program] = _builds.pop(program)()
+            _kernels[program] = _with_position_errors(parse(program), _builds.pop(program)())
 
 
 def run(program: str, rows: int, ins: Tensors, sizes: Sequence[int], outs: Tensors) -> None:
@@ -88,6 +88,22 @@ def _kernel(program: str) -> cpp_build.Kernel | None:
                 log.warning("kernel %s could not be built and runs as plain torch operations: %s", digest, error)
                 _kernels[program] = None
         return _kernels[program]
+
+
+def _with_position_errors(program: RowProgram, kernel: cpp_build.Kernel) -> cpp_build.Kernel:
+    """`kernel`, raising `PositionError` for what C++ can only raise as a RuntimeError."""
+    if not any(lookups(o.index) for o in program.operands):
+        return kernel
+
+    def looking_up(*arguments: Any) -> None:
+        try:
+            kernel(*arguments)
+        except RuntimeError as error:
+            if "is not in the range from 0 to" not in str(error):
+                raise
+            raise PositionError(str(error)) from None
+
+    return looking_up
 
 
 def _load(program: str) -> Launcher:
@@ -160,6 +176,8 @@ def _extent(expr: str, sizes: Sequence[str]) -> Callable[..., int]:
     quotient, _, modulus = bracketed(expr).partition(" % ")
     last = quotient.replace("row", "(rows - 1)") + " + 1"
     bound = f"min({last}, {modulus})" if modulus else "1" if expr == "0" else last
+    if found := lookup(expr):
+        bound = found[1]
     text = f"lambda {', '.join(['rows', *sizes])}: {bound} if rows else 0"  # of verified names and numbers
     return cast(Callable[..., int], eval(text, {"__builtins__": {"min": min}}))
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ..errors import PositionError
 from ..row_ops import GENERATORS, POINTWISE
-from ..row_program import Kind, Operand, RowProgram, Statement, compute_dtype, index_terms
+from ..row_program import POSITIONS, Kind, Operand, RowProgram, Statement, compute_dtype, index_terms, lookup
 
 
 def evaluate(
@@ -35,8 +36,8 @@ def evaluate(
     env = dict(zip(program.sizes, sizes, strict=True))
     values: dict[str, torch.Tensor] = {}
     for operand, tensor in zip(program.operands, ins, strict=True):
-        value = _read(operand, tensor, rows, program.cols, env)
-        values[operand.name] = value.double() if fp64 and value.dtype is not torch.int64 else value
+        value = _read(operand, tensor, rows, program.cols, env, values)
+        values[operand.name] = value.double() if fp64 and value.dtype not in POSITIONS.values() else value
     for s in program.statements:
         if s.op in GENERATORS:
             values[s.name] = uniform(s.op, values[s.value_args[0]], rows, program.cols)
@@ -59,13 +60,27 @@ def _row_index(expr: str, row: torch.Tensor, env: dict[str, int]) -> torch.Tenso
     return row % modulus if terms[1] else row
 
 
-def _read(operand: Operand, tensor: torch.Tensor, rows: int, cols: int, env: dict[str, int]) -> torch.Tensor:
+def _read(
+    operand: Operand, tensor: torch.Tensor, rows: int, cols: int, env: dict[str, int], values: dict[str, torch.Tensor]
+) -> torch.Tensor:
     if operand.kind in (Kind.COL, Kind.SCALAR):
         return tensor.reshape(1, cols if operand.kind is Kind.COL else 1)
-    index = row_indices(operand.index, rows, env, tensor.device)
+    row = torch.arange(rows, device=tensor.device)
+    index = tuple(_looked_up(e, operand, env, values) if lookup(e) else _row_index(e, row, env) for e in operand.index)
     if operand.kind is Kind.ROW:
         return tensor[index].reshape(rows, 1)
     return tensor[index].reshape(rows, cols)
+
+
+def _looked_up(expr: str, operand: Operand, env: dict[str, int], values: dict[str, torch.Tensor]) -> torch.Tensor:
+    name, bound = lookup(expr)  # type: ignore[misc]
+    positions, end = values[name].reshape(-1).long(), int(env.get(bound, bound))
+    outside = positions[(positions < 0) | (positions >= end)]
+    if positions.device.type == "cpu" and outside.numel():
+        raise PositionError(
+            f"operand {operand.name}: position {int(outside[0])} is not in the range from 0 to {end - 1}"
+        )
+    return positions
 
 
 def _apply(s: Statement, values: dict[str, torch.Tensor], program: RowProgram, fp64: bool) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from ..errors import ProgramError
-from ..row_program import Kind, RowProgram, Statement
+from ..row_program import Kind, RowProgram, Statement, lookups
 from .column_sums import short_lived_order, sum_dtype
 
 MAX_WARPS = 16  # of 64 lanes on AMD: 1024 threads, the most that a workgroup may have
@@ -173,6 +173,8 @@ def _wide(program: RowProgram, warps: int, elements: int) -> Schedule:
 
 def _stages(program: RowProgram, tile: int, most: int) -> int:
     row_bytes = sum(o.dtype.itemsize for o in program.operands if o.kind is Kind.TILE)
+    if any(lookups(o.index) for o in program.operands):
+        most -= 1  # positions are loaded a stage ahead of what they number, and take registers for it
     return min(most, 1 + STAGE_BYTES // max(1, row_bytes * tile))
 
 

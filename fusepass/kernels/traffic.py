@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..row_program import Kind, RowProgram, index_terms
+from ..row_program import Kind, RowProgram, index_terms, lookup
 from .column_sums import kept_dtype, kept_rows, piece_statements, sum_dtype
 from .schedule import Schedule, instances
 from .triton_loop import PassPlan, plan_pass
@@ -71,7 +71,9 @@ def _bytes(value: Any, rows: int, cols: int) -> int:
         return (cols if value.kind is Kind.COL else 1) * value.dtype.itemsize
     distinct = 1
     for expr in getattr(value, "index", ()) or ("row",):
-        if (terms := index_terms(expr)) is not None:
+        if found := lookup(expr):
+            distinct *= min(rows, _product((found[1],)) or rows)
+        elif (terms := index_terms(expr)) is not None:
             divisor, modulus = (_product(factors) for factors in terms)
             count = -(-rows // (divisor or 1))
             distinct *= min(count, modulus) if terms[1] and modulus else count

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Collection
 
 from ..row_ops import GENERATORS, POINTWISE, ROW_REDUCTIONS
-from ..row_program import Kind, RowProgram, Statement
+from ..row_program import Kind, RowProgram, Statement, lookups
 from .triton_writer import TL_DTYPES, Loads, Writer, local, neutral
 
 _GENERATOR_BYTES = 8  # drawing a random number takes as long as reading some bytes: read a saved mask back instead
@@ -37,6 +37,7 @@ def loop_schedule(k: Writer) -> None:
     for phase, plan in enumerate(plans):
         once.run(row_statements(p, phase))
         once.need(name for s in plan.statements for name in s.value_args)
+        once.need(plan.positions)
         if phase == 0:
             once.need(output.value for output in p.outputs)
         later = {t for after in plans[phase + 1 :] for t in after.tiles}
@@ -100,8 +101,8 @@ def _accumulate(k: Writer, plan: PassPlan, name: str) -> None:
 class PassPlan:
     """What one pass over the columns does: load `tiles`, compute `statements`, store `stores`, sum up `reductions`.
 
-    `reloads` are the outputs that it reads back instead of computing, `roots` the values that it is for. A pass for
-    the row reductions alone stores nothing.
+    `positions` are those that its tiles are looked up at, `reloads` the outputs that it reads back instead of
+    computing, `roots` the values that it is for. A pass for the row reductions alone stores nothing.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class PassPlan:
         self.tiles = [
             o.name for o in program.operands if o.name in needed and o.kind is Kind.TILE and o.name not in read_back
         ]
+        self.positions = [p for o in program.operands if o.name in self.tiles for p, _ in lookups(o.index)]
         moved = [*(values[t] for t in self.tiles), *(values[program.outputs[i].value] for i in self.reloads)]
         drawn = sum(s.op in GENERATORS for s in self.statements)
         costly = sum(s.op in POINTWISE and not POINTWISE[s.op].cheap for s in self.statements)

@@ -83,6 +83,7 @@ def _row_values(k: Writer) -> None:
             plan = PassPlan(p, phase, statistics_only=True)
             loads.run(s for s in row_statements(p, phase) if s.kind is Kind.ROW)
             loads.need(name for s in plan.statements for name in s.value_args)
+            loads.need(plan.positions)
             column_pass(k, plan)
             for s in plan.reductions:
                 k.stores({s.name} & row_outputs)

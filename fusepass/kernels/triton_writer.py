@@ -22,7 +22,18 @@ import torch
 
 from ..errors import ProgramError
 from ..row_ops import GENERATORS, POINTWISE, ROW_REDUCTIONS
-from ..row_program import HALVES, QUANTISED, Kind, Output, RowProgram, Statement, compute_dtype
+from ..row_program import (
+    HALVES,
+    POSITIONS,
+    QUANTISED,
+    Kind,
+    Output,
+    RowProgram,
+    Statement,
+    compute_dtype,
+    lookup,
+    lookups,
+)
 from .schedule import Schedule
 
 Strides = Mapping[str, Sequence[int | None]]
@@ -162,7 +173,9 @@ class Writer:
         terms = [f"{name}_ptr"]
         strides = self.strides[name]
         for k, expr in enumerate(index):
-            if expr != "0" and strides[k] != 0:
+            if found := lookup(expr):
+                terms.append(_times(local(found[0]), strides[k], f"{name}_stride{k}"))
+            elif expr != "0" and strides[k] != 0:
                 terms.append(_times(_row_index(expr), strides[k], f"{name}_stride{k}"))
         if len(terms) == 1:
             terms.append(f"tl.zeros_like(row){self.ready}")
@@ -203,11 +216,15 @@ class Writer:
         mask, pointer = self.mask(kind), self.pointer(tensor, kind, index, dtype)
         if as_tile and kind is Kind.COL and self.shape[0] > 1:
             pointer = f"tl.broadcast_to({pointer}, {list(self.shape)})"
-        options = f", mask={mask}, other=0.0" if mask else ""
+        is_position = kind is Kind.ROW and dtype in POSITIONS.values()
+        options = f", mask={mask}, other={0 if is_position else 0.0}" if mask else ""
         if kind is Kind.TILE and self.schedule.kind == "loop":
             options += f', eviction_policy="{"evict_last" if keep else "evict_first"}"'
-        widen = ".to(tl.float32)" if dtype in HALVES or dtype is torch.bool else ""
+        widen = ".to(tl.float32)" if dtype in HALVES or dtype is torch.bool else ".to(tl.int64)" * is_position
         self.emit(f"{local(name)} = tl.load({pointer}{options}){widen}")
+        for bound in dict.fromkeys(bound for o in self.program.operands for p, bound in lookups(o.index) if p == name):
+            inside = f"({local(name)} >= 0) & ({local(name)} < {bound})"
+            self.emit(f'tl.device_assert({inside}, "index out of bounds: 0 <= {name} < {bound}")')
 
     def store(self, i: int, output: Output) -> None:
         value = self.program.values[output.value]
@@ -290,6 +307,7 @@ class Loads:
     def need(self, names: Iterable[str]) -> None:
         for name in names:
             if o := self.waiting.pop(name, None):
+                self.need(positions for positions, _ in lookups(o.index))
                 self.k.read(name, name, o.kind, o.index, o.dtype, name in self.keep, self.as_tiles)
                 self.k.stores({name} & set(self.stores))
 

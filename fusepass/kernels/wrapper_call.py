@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from .._torch_compat import PlacedTensor, call_directly
-from ..row_program import Kind, RowProgram, parse
+from ..row_program import Kind, RowProgram, lookup, parse
 
 _IMPORT = "from fusepass.kernels.ops import loaded as fusepass_kernel"
 
@@ -67,11 +67,18 @@ def _strides(
         size, stride = size[:-1], stride[:-1]
     leading = len(size) - (value.kind is Kind.TILE)
     if leading == len(index):
-        whole = all(d == rows for d, expr in zip(size, index, strict=False) if expr == "row")
+        needed = {expr: rows if expr == "row" else _bound(program, expr) for expr in index}
+        whole = all(needed[expr] in (None, d) for d, expr in zip(size, index, strict=False))
         return stride if whole else None
     if index != ("row",) or math.prod(size[:leading]) != rows:
         return None
     return _collapsed(size[:leading], stride[:leading], stride[leading:])
+
+
+def _bound(program: RowProgram, expr: str) -> int | None:
+    """The number of rows that a table has to have, where the program says it as a number."""
+    found = lookup(expr)
+    return int(found[1]) if found and found[1].isdigit() else None
 
 
 def _collapsed(size: list[Any], stride: list[Any], rest: list[Any]) -> list[Any] | None:

@@ -19,8 +19,9 @@ from fusepass.kernels import ops
 
 WIDTH = 256  # more than what is too narrow to gain
 
-MORE = ("pre_norm_causal", "pre_norm_encoder", "tutorial_pre_norm", "parallel_causal_rms", "post_norm_encoder")
-"""The models whose first site adds embeddings: these are looked up by one kernel more, and their gradients by one."""
+SAVES = ("pre_norm_causal", "pre_norm_encoder", "tutorial_pre_norm", "parallel_causal_rms", "post_norm_encoder")
+"""The models whose first site adds embeddings and whose backward needs them, or the positions, in memory: one kernel
+more stores these."""
 
 
 class _Written(Exception):
@@ -71,6 +72,6 @@ def test_the_number_of_kernels_never_grows(name: str, mode: str) -> None:
     fused = _modules("fusepass", name, training, dtype)
     assert not any(launches.calls_of_ours(text) for text in alone)
     assert launches.calls_of_ours(fused[0])
-    allowed = 1 if name.startswith(MORE) else 0
+    allowed = 1 if training and name.startswith(SAVES) else 0
     for ours, theirs in zip(fused, alone, strict=True):
         assert 0 < launches.calls(ours) <= launches.calls(theirs) + allowed

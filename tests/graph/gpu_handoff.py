@@ -36,6 +36,11 @@ def with_position(x: Any, p: Any, w: Any) -> Any:
     return F.layer_norm(x + p, (x.shape[-1],), w)
 
 
+def embedded(ids: Any, table: Any, positions: Any, w: Any) -> Any:
+    s = F.embedding(ids, table) + F.embedding(torch.arange(ids.shape[1], device=ids.device), positions)
+    return s, F.rms_norm(s, (s.shape[-1],), w, 1e-6)
+
+
 def moved(x: Any, r: Any, w: Any) -> Any:
     s = x + r
     return s, F.rms_norm(s.transpose(0, 1), (s.shape[-1],), w, 1e-6)
@@ -63,6 +68,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "position": (with_position, (zeros(2, 512, 1024), zeros(1, 512, 1024), zeros(1024))),
     "strided": (residual, (zeros(2048, 64).t()[:, ::2], zeros(64, 1024), zeros(1024))),
     "moved": (moved, (zeros(512, 8, 1024), zeros(512, 8, 1024), zeros(1024))),
+    "embeddings": (embedded, (torch.zeros(4, 512, dtype=torch.int64), zeros(999, 1024), zeros(600, 1024), zeros(1024))),
     "two sites": (two_sites, (zeros(256, 512), zeros(256, 512), zeros(512))),
 }
 

@@ -21,7 +21,9 @@ def lowered() -> dict[str, Any]:
     return dict(json.loads(run.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("case", ["residual 8192x4096", "residual 4x512x1000", "position", "strided", "moved"])
+@pytest.mark.parametrize(
+    "case", ["residual 8192x4096", "residual 4x512x1000", "position", "strided", "moved", "embeddings"]
+)
 def test_one_launch_and_nothing_else(lowered: dict[str, Any], case: str) -> None:
     got = lowered[case]
     assert len(got["launches"]) == 1
@@ -29,6 +31,11 @@ def test_one_launch_and_nothing_else(lowered: dict[str, Any], case: str) -> None
     assert got["clones"] == 0
     assert got["buffers"] == (1 if case == "position" else 2), "Inductor allocates the outputs and nothing else"
     assert got["scheduler_nodes"] == ["ExternKernelSchedulerNode"]
+
+
+def test_tokens_are_asserted_to_be_in_their_table(lowered: dict[str, Any]) -> None:
+    (text,) = lowered["embeddings"]["ours"]
+    assert text.count("tl.device_assert(") == 1 and "index out of bounds: 0 <= p0 < 999" in text
 
 
 def test_two_sites_share_one_kernel(lowered: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def test_always_overrides() -> None:
 
 def test_an_expectation_counts_what_is_left_alone_as_lost() -> None:
     x, r = torch.randn(6, 8), torch.randn(6, 8)
-    compiled = torch.compile(layer_norm, backend="fusepass", options={**AUTO, "fusepass.expect": "all"})
+    compiled = torch.compile(layer_norm, backend="fusepass", dynamic=False, options={**AUTO, "fusepass.expect": "all"})
     with pytest.raises(Exception, match=r"NOT_PROFITABLE: the fused kernel moves 4 tiles") as raised:
         compiled(x, r)
     assert ExpectationError.__name__ in str(raised.value) or isinstance(raised.value, ExpectationError)
@@ -111,9 +111,11 @@ def test_on_a_gpu_inductor_reads_again_where_it_loops(cols: int, gains: bool, on
     assert (result.reasons == []) is gains
 
 
-@pytest.mark.parametrize(("kept", "tiles"), [(False, 6), (True, 5)])
-def test_on_a_gpu_embeddings_are_looked_up_by_inductor(kept: bool, tiles: int, on_a_gpu: list[cost.Traffic]) -> None:
-    """Their kernel and what it stores is more than Inductor reads again; on a CPU it is not."""
+@pytest.mark.parametrize(("kept", "tiles"), [(False, 4), (True, 5)])
+def test_on_a_gpu_embeddings_that_are_stored_are_looked_up_by_inductor(
+    kept: bool, tiles: int, on_a_gpu: list[cost.Traffic]
+) -> None:
+    """Our kernel looks up those that nothing else needs; storing others is more than Inductor reads again."""
 
     def site(ids: Tensor, table: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         e = F.embedding(ids, table)
@@ -124,4 +126,4 @@ def test_on_a_gpu_embeddings_are_looked_up_by_inductor(kept: bool, tiles: int, o
     with torch.no_grad():
         result = fuse(site, *args, options=AUTO)
     assert on_a_gpu == [cost.Traffic(tiles, 5)]
-    assert result.reasons == ["NOT_PROFITABLE"]
+    assert result.reasons == (["NOT_PROFITABLE"] if kept else [])

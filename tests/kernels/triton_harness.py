@@ -181,7 +181,7 @@ class Launch:
 
         from fusepass.kernels import reference
         from fusepass.kernels.schedule import Schedule, candidates, choose
-        from fusepass.row_program import parse
+        from fusepass.row_program import lookups, parse
 
         self.case = case
         self.program = p = parse(case.program)
@@ -192,9 +192,11 @@ class Launch:
             self.schedule = Schedule(kind, block_n, rows, 4, stages, together if kind == "wide" else 1)  # type: ignore[arg-type]
         self.env = dict(zip(p.sizes, case.sizes, strict=True))
         self.generator = torch.Generator().manual_seed(0)
+        found = [lookup for o in p.operands for lookup in lookups(o.index)]
+        self.bounds = {positions: self.env.get(bound) or int(bound) for positions, bound in found}
         self.values = [p.values[o.value] for o in p.outputs]
         self.ins = [
-            Buffer(s := self._shape(o.kind, o.index), o.dtype, case.layout, self._data(o.kind, o.dtype, s))
+            Buffer(s := self._shape(o.kind, o.index), o.dtype, case.layout, self._data(o.name, o.kind, o.dtype, s))
             for o in p.operands
         ]
         cpu = torch.device("cpu")
@@ -204,19 +206,24 @@ class Launch:
         import torch
 
         from fusepass.kernels import reference
-        from fusepass.row_program import Kind
+        from fusepass.row_program import Kind, lookups
 
         if kind is Kind.SCALAR:
             return ()
-        indices = reference.row_indices(index, self.case.rows, self.env, torch.device("cpu"))
-        leading = [int(i.max()) + 1 if len(i) else 0 for i in indices]
+        if found := lookups(index):
+            leading = [self.bounds[positions] for positions, _ in found]
+        else:
+            indices = reference.row_indices(index, self.case.rows, self.env, torch.device("cpu"))
+            leading = [int(i.max()) + 1 if len(i) else 0 for i in indices]
         return (*leading, *([self.program.cols] if kind in (Kind.TILE, Kind.COL) else []))
 
-    def _data(self, kind: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    def _data(self, name: str, kind: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
         import torch
 
         from fusepass.row_program import Kind
 
+        if name in self.bounds:
+            return torch.randint(self.bounds[name], shape, generator=self.generator)
         if dtype is torch.int64:
             return torch.tensor(self.case.seed)
         normal = torch.randn(shape, generator=self.generator, dtype=torch.float64)
