@@ -62,5 +62,5 @@ def test_a_three_way_sum_is_one_kernel() -> None:
     model, args = models.example("parallel_causal_rms")
     with torch.no_grad():
         captured = fuse(model, *args)
-    assert [p.count(": tile f32 [row]") for p in captured.programs] == [1, 3, 3]
+    assert [p.count(": tile f32 [row]") for p in captured.programs] == [0, 3, 3], "the first looks embeddings up"
     assert ["v1: tile f32 = add(v0, x2)" in p for p in captured.programs] == [False, True, True]
