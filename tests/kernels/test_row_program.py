@@ -110,8 +110,8 @@ def test_a_program_without_outputs_is_refused() -> None:
 
 
 def test_a_dtype_that_has_no_name_is_refused() -> None:
-    operand = Operand("x", Kind.TILE, torch.int32, ("row",))
-    with pytest.raises(ProgramError, match=r"x: dtype torch\.int32 is not one of"):
+    operand = Operand("x", Kind.TILE, torch.int16, ("row",))
+    with pytest.raises(ProgramError, match=r"x: dtype torch\.int16 is not one of"):
         RowProgram(4, (operand,), (), (Output("x", ("row",)),)).verify()
 
 
