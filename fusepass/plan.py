@@ -17,7 +17,7 @@ from .provenance import graph_kind, is_after_graph_break
 from .recognise import Norm, recognise
 from .recognise_backward import recognise_backward
 from .region_program import Region, build_region
-from .residual import gradient_sum, is_added, is_residual_add, look_back, normalised, resembles, residual_sum
+from .residual import gradient_sum, is_residual_add, look_back, normalised, resembles, residual_sum
 from .row_program import DTYPE_NAMES, MAX_COLS
 from .rules import REDUCTIONS, reduced_dims, val
 from .verdict import Reason, Rejection
@@ -199,8 +199,7 @@ def _sums_in_the_stream(region: Region, norms: Sequence[Norm]) -> bool:
 
     That is a kernel to be had even where no sum stands in front of the norm: a Pre-Norm model's first one.
     """
-    joined = (n.joined or is_added(region.nodes, region.node_of(n.output)) for n in norms if n.backward)
-    return bool(region.program.col_sums) and any(joined)
+    return bool(region.program.col_sums) and any(n.joined for n in norms)
 
 
 def _without(region: Region, misses: list[Norm], norms: Sequence[Norm], lifted: dict[fx.Node, Lifted]) -> Region:

@@ -46,7 +46,7 @@ class Norm:
     where it has one); `reductions` the row statistics it uses; `rejection` is set for a near-miss. Of a norm's
     gradient (`backward`), `input` is still the norm's own input and `output` the gradient of it. `scaled` says that
     the statistic is a multiple of the pattern's and a factor makes up for it: perhaps it is a multiple of `input` that
-    is normalised. `joined` says that another gradient has been added to `output` by then.
+    is normalised. `joined` says that the program adds another gradient to a norm's.
     """
 
     kind: str

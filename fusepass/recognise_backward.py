@@ -22,6 +22,7 @@ graph does not say.)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -119,7 +120,7 @@ def _gradient_of(program: RowProgram, z: str, g: str, reductions: frozenset[str]
         if s.kind is Kind.TILE and used and (kind := relative.kind_of(s.name)) is not None:
             tiles = {f for f in relative.expressions[s.name].free_symbols if is_tile(f)}
             if found is not None and tiles != added:
-                break
+                return replace(found, joined=True)
             added = tiles
             found = Norm(kind, z, s.name, frozenset(used), backward=True, joined=bool(tiles))
     return found

@@ -6,7 +6,7 @@ has left, or else what is left of the sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -97,21 +97,13 @@ def gradient_sum(nodes: Sequence[fx.Node], gradient: fx.Node, start: fx.Node) ->
         return marked if marked.meta[RESIDUAL_MARK] else None
     if chain[-1].op == "placeholder" and str(chain[-1].meta.get("original_aten")) in _MAKES_A_SUM_OR_NORM:
         return chain[-1]
-    return residual_sum(start) or next((n for n in _adds(nodes) if n is gradient or _adds_to(n, gradient)), None)
+    adds = (n for n in nodes if n.target is aten.add.Tensor and is_residual_add(n))
+    return residual_sum(start) or next((n for n in adds if _reads(n, gradient)), None)
 
 
-def is_added(nodes: Sequence[fx.Node], gradient: fx.Node) -> bool:
-    """Whether one of `nodes` adds another tile to `gradient`."""
-    return any(_adds_to(n, gradient) for n in _adds(nodes))
-
-
-def _adds(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    return (n for n in nodes if n.target is aten.add.Tensor and is_residual_add(n))
-
-
-def _adds_to(node: fx.Node, source: fx.Node) -> bool:
-    """Whether `node` adds something to `source`, seen through casts and views."""
-    return any(isinstance(a, fx.Node) and source in look_back(a) for a in node.args[:2])
+def _reads(node: fx.Node, source: fx.Node) -> bool:
+    """Whether `source`, seen through casts and views, is added by `node`, or is such a sum itself."""
+    return any(isinstance(a, fx.Node) and source in look_back(a) for a in node.args[:2]) or node is source
 
 
 # --- what looks like a norm, in or outside a region

@@ -92,6 +92,11 @@ class Operand:
     dtype: torch.dtype
     index: tuple[str, ...] = ()
 
+    @property
+    def is_position(self) -> bool:
+        """Whether it holds positions, which other operands are looked up at."""
+        return self.kind is Kind.ROW and self.dtype in POSITIONS.values()
+
 
 @dataclass(frozen=True)
 class Statement:
@@ -279,7 +284,7 @@ def _verify(p: RowProgram) -> None:
         _define(seen, o)
         if o.dtype in QUANTISED.values():
             raise ProgramError(f"{o.name}: {DTYPE_NAMES[o.dtype]} is no operand's dtype")
-        if o.dtype in POSITIONS.values() and o.kind is not Kind.ROW and (o.dtype, o.kind) != (torch.int64, Kind.SCALAR):
+        if o.dtype in POSITIONS.values() and not o.is_position and (o.dtype, o.kind) != (torch.int64, Kind.SCALAR):
             name = DTYPE_NAMES[o.dtype]
             raise ProgramError(f"{o.name}: an {name} operand is a scalar seed or one position a row, no {o.kind.value}")
     for s in p.statements:
@@ -314,7 +319,7 @@ def _is_lookup(p: RowProgram, seen: dict[str, Operand | Statement], name: str, e
         return False
     positions, bound = found
     value = seen.get(positions)
-    if value is None or value.kind is not Kind.ROW or value.dtype not in POSITIONS.values():
+    if not isinstance(value, Operand) or not value.is_position:
         raise ProgramError(f"{name}: {expr!r} looks up {positions}, expected an earlier operand, row i64 or row i32")
     if bound == "0" or (not bound.isdigit() and bound not in p.sizes):
         raise ProgramError(f"{name}: the bound of {expr!r} is neither a positive number nor one of sizes={p.sizes}")

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from ..row_ops import GENERATORS, POINTWISE
-from ..row_program import HALVES, POSITIONS, Kind, Output, RowProgram, Statement, bracketed, lookup, lookups
+from ..row_program import HALVES, Kind, Output, RowProgram, Statement, bracketed, lookup, lookups
 from .cpp_placement import Placement
 from .cpp_shift import ROW_FIRST, without_waiting
 from .cpp_statements import (
@@ -278,7 +278,7 @@ class _Writer:
             if o.kind is Kind.TILE:
                 stride = f"a.{name}_stride{len(o.index)}"
                 out.add(f"const {c_type}* {name}_in = contiguous_row({name}_at(row), {stride}, cols, {name}_gathered);")
-            elif o.kind is Kind.ROW and o.dtype not in POSITIONS.values():
+            elif o.kind is Kind.ROW and not o.is_position:
                 out.add(f"const {held(o.dtype)} {name} = static_cast<{held(o.dtype)}>(*{name}_at(row));")
         for i, output in self.placement.tile_outputs:
             c_type = C_TYPE[self.dtype(output.value)]
@@ -378,7 +378,7 @@ class _Writer:
     def _check_positions(self, out: _Lines) -> None:
         """Every position is looked at before a row is read, and before there are threads: they could raise no error."""
         for o in self.program.operands:
-            if o.kind is Kind.ROW and o.dtype in POSITIONS.values():
+            if o.is_position:
                 out.add(self._address(c_name(o.name), o.index))
         for o in self.program.operands:
             for positions, bound in lookups(o.index):

@@ -17,7 +17,12 @@ import fusepass
 from bench import models
 from fusepass._torch_compat import fresh_compile
 from fusepass.kernels import autotune
-from tests.tolerances import assert_as_accurate_as_eager, assert_close_to_fp64
+from tests.tolerances import (
+    assert_as_accurate_as_eager,
+    assert_close_to_fp64,
+    assert_few_roundings_from_eager,
+    assert_same_sums,
+)
 
 pytestmark = pytest.mark.gpu
 STRICT = {"fusepass.strict": True}
@@ -124,7 +129,7 @@ def test_training_in_cuda_graphs() -> None:
         for a, e in zip(_gradients(captured, inputs), _gradients(launched, inputs), strict=True):
             assert torch.equal(a, e)
         for a, e in zip(captured, _site(*inputs), strict=True):
-            torch.testing.assert_close(a, e, atol=0.1, rtol=0.02)
+            assert_few_roundings_from_eager(a, e)
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
@@ -133,7 +138,10 @@ def _between_others(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor,
     return s, torch.cumsum(y, 0), torch.softmax(z, 0)
 
 
-@pytest.mark.skipif(torch.cuda.get_device_capability() < (9, 0), reason="from compute capability 9.0")
+@pytest.mark.skipif(
+    torch.cuda.get_device_capability() < (9, 0),
+    reason="needs compute capability 9.0 or later: earlier GPUs have no programmatic dependent launch",
+)
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_programmatic_dependent_launch(mode: str) -> None:
     """Kernels that overlap with those before and after give the same bits as kernels that do not, many times over."""
@@ -165,10 +173,10 @@ def test_autotune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with fresh_compile():
             got = torch.compile(_site, backend="fusepass", options=options, dynamic=False)(*inputs)
             for a, e in zip(got, _site(*inputs), strict=True):
-                torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-4)
+                assert_few_roundings_from_eager(a, e)
             want = _gradients(_site(*inputs), inputs)
             for a, e in zip(_gradients(got, inputs), want, strict=True):
-                torch.testing.assert_close(a, e, atol=1e-3 * float(e.abs().max()), rtol=1e-3)
+                assert_same_sums(a, e, summed=rows)
 
     train(1024)
     files = sorted((tmp_path / "fusepass").rglob("*.json"))

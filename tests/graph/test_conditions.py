@@ -82,7 +82,7 @@ CONDITIONS: dict[str, tuple[ModuleType, str, str, str, Callable[[], None]]] = {
     "the residual stream": (
         plan,
         "_sums_in_the_stream",
-        "and any(joined)",
+        "and any(n.joined for n in norms)",
         "",
         lambda: test_bias_gradient.test_the_backward_of_another_norm_without_a_sum_in_front_is_left_alone(
             "nothing goes around it"
