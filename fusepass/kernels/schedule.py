@@ -42,6 +42,7 @@ FEWEST_INSTANCES = 8  # more than that share would allow, where rows are so few 
 BLOCKS_PER_INSTANCE = 16
 
 _PERSISTENT = ((8, 16, 12), (8, 32, 7), (8, 8, 24))
+_PERSISTENT_LOOKING_UP = tuple(sorted(_PERSISTENT, key=operator.itemgetter(2)))  # positions take registers too
 _WIDE_16_BIT = ((8, 16, 12), (8, 8, 24), (8, 4, 48))
 _WIDE_32_BIT = ((8, 8, 24), (8, 4, 48))
 _PERSISTENT_UNALIGNED = ((8, 4, 12), (16, 4, 12), (16, 8, 8))
@@ -133,7 +134,10 @@ def choose(program: RowProgram, rows: int | None = None) -> Schedule:
 def _choose_summing(program: RowProgram) -> Schedule:
     """Large tiles: there is one instance per multiprocessor, which must keep all of it busy."""
     values = held_values(program)
-    for warps, elements, most in _PERSISTENT if _aligned(program) else _PERSISTENT_UNALIGNED:
+    shapes: Sequence[tuple[int, int, int]] = _PERSISTENT if _aligned(program) else _PERSISTENT_UNALIGNED
+    if _aligned(program) and any(lookups(o.index) for o in program.operands):
+        shapes = _PERSISTENT_LOOKING_UP
+    for warps, elements, most in shapes:
         if values <= most and (schedule := _persistent(program, warps, elements)):
             return schedule
     options = _wide_options(program)
@@ -173,8 +177,6 @@ def _wide(program: RowProgram, warps: int, elements: int) -> Schedule:
 
 def _stages(program: RowProgram, tile: int, most: int) -> int:
     row_bytes = sum(o.dtype.itemsize for o in program.operands if o.kind is Kind.TILE)
-    if any(lookups(o.index) for o in program.operands):
-        most -= 1  # positions are loaded a stage ahead of what they number, and take registers for it
     return min(most, 1 + STAGE_BYTES // max(1, row_bytes * tile))
 
 

@@ -82,12 +82,11 @@ def test_triton_asserts_that_positions_are_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("text", "cols"), [(FORWARD, 768), (FORWARD, 4096), (BACKWARD, 4096)])
+@pytest.mark.parametrize(("text", "cols"), [(FORWARD, 768), (FORWARD, 4096), (BACKWARD, 768), (BACKWARD, 4096)])
 def test_compiled_ahead_of_time(text: str, cols: int, target: str) -> None:
     program = parse(text.format(cols=cols, dtype="bf16", ids="i64"))
     audit = compile_for(program, choose(program), contiguous_strides(program), target)
-    spilled = 8 if target == "sm_80" and text == BACKWARD else 0  # two registers, to stay at 64
-    assert (audit.spills, audit.load_bits, audit.store_bits) == (spilled, 128, 128)
+    assert (audit.spills, audit.load_bits, audit.store_bits) == (0, 128, 128)
 
 
 def tensors(text: str, rows: int, **size: int) -> list[torch.Tensor]:
